@@ -1,0 +1,123 @@
+"""Every field that exists, with its unit and why it is there. An experiment edits a copy of this; nothing else adds fields.
+
+Each value here is a default that is small enough to run anywhere; `quickstart.py` is the worked example.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """The base config (unlocked, so that an experiment's file can fill `data.tasks`)."""
+    c = ConfigDict()
+    c.run_name = "base"  # the run lives in runs_dir/run_name
+    c.runs_dir = "runs"  # folder of all runs
+    c.cache_dir = ".cache"  # compiled executables and warm-start models, shared by runs; safe to delete
+    c.seed = 0  # warm start, prompt order and sampling; the data has seeds of its own
+    c.steps = 100  # RL length: one step = one rollout batch and its `batch.updates` optimizer updates
+    c.on_existing = "resume"  # run folder exists already: "resume" = go on from its last checkpoint; "replace" = move it aside, start over
+    c.profile_from_step = -1  # write a jax.profiler trace of this step into the run's `profile/`; -1 = never
+
+    # The policy. `path` names a Hugging Face folder; empty = the warm-start model of the shape below is made first (and cached).
+    c.model = ConfigDict()
+    c.model.path = ""  # Hugging Face folder (config.json, safetensors, tokenizer); empty = warm start
+    c.model.hidden_size = 96  # embed width
+    c.model.intermediate_size = 288  # SwiGLU width
+    c.model.num_hidden_layers = 3
+    c.model.num_attention_heads = 3
+    c.model.num_key_value_heads = 1  # grouped-query attention
+    c.model.head_dim = 32  # >= 32, so that vLLM's CPU attention takes the same checkpoint
+    c.model.rope_theta = 10000.0
+    c.model.max_position_embeddings = 512  # longest context, tokens
+    c.model.dtype = "float32"  # compute dtype: "float32" or "bfloat16"; parameters and optimizer stay float32
+
+    # Prompts. Splits come from seed ranges far apart (neighbouring reasoning-gym seeds share items) and are compared by hash at start.
+    c.data = ConfigDict()
+    c.data.source = "reasoning_gym"  # "reasoning_gym" or "jsonl:PATH" (objects with prompt, answer, optional split, task)
+    c.data.tasks = ConfigDict()  # reasoning-gym task name -> its generator's arguments
+    c.data.train_per_task = 2000  # items drawn before de-duplication
+    c.data.validation_per_task = 200  # gates, weights and the periodic validation
+    c.data.held_out_per_task = 400  # before and after only
+    c.data.train_seed = 1_000_000  # first seed of each split; item i of a split uses seed + i
+    c.data.validation_seed = 3_000_000
+    c.data.held_out_seed = 5_000_000
+    c.data.system_prompt = ""  # system message of the chat template; empty = none
+
+    # Supervised warm start: the base model of runs without `model.path` (see jaxprorl/warmstart).
+    c.warmstart = ConfigDict()
+    c.warmstart.rows = 8  # packed rows per update
+    c.warmstart.row_tokens = 96  # packed row length
+    c.warmstart.learning_rate = 3e-3  # AdamW, constant after warm-up
+    c.warmstart.warmup_updates = 50
+    c.warmstart.skill_updates = 4000  # at most; phase 1, clean worked solutions
+    c.warmstart.gate_every_updates = 400  # validation check, also sets task weights
+    c.warmstart.gate_solve_rate = 0.55  # phase 1 ends when every task reaches this at T = 1
+    c.warmstart.careless_updates = 80  # phase 2, careless answers mixed in
+    c.warmstart.careless_share = 0.55  # share of demonstrations without work and with a wrong answer
+    c.warmstart.careless_learning_rate = 1e-3  # falls linearly to a tenth
+
+    # Rollouts.
+    c.rollout = ConfigDict()
+    c.rollout.engine = "jax"  # the embedded JAX engine
+    c.rollout.samples_per_prompt = 8  # n, group size (ProRL: 16)
+    c.rollout.temperature = 1.2  # ProRL section 3.2; log-probs are taken at this temperature everywhere
+    c.rollout.max_prompt_tokens = 48  # longer prompts are refused at start
+    c.rollout.max_response_tokens = 56  # a completion that reaches it without a stop id finishes as `length`
+    c.rollout.slots = 256  # completions decoded together; memory of the cache = slots x (prompt + response) tokens
+    c.rollout.decode_chunk_tokens = 14  # decode steps per dispatch; finished samples reach the graders between dispatches
+
+    # One rollout batch.
+    c.batch = ConfigDict()
+    c.batch.prompts = 32  # kept groups wanted per step (ProRL: 256)
+    c.batch.max_drawn_factor = 2.0  # prompts drawn per step at most, as a multiple of `prompts`; then train on what there is
+    c.batch.refill_prompts = 16  # prompts drawn per refill round
+    c.batch.updates = 4  # optimizer updates per rollout batch (ProRL section 3.2: 256 / 64)
+    c.batch.row_tokens = 96  # sequences are packed into rows of this length
+    c.batch.micro_batch_rows = 16  # rows per forward-backward; all devices together
+
+    # Objective (ProRL section 2 and 3.2; docs name the unknowns).
+    c.algorithm = ConfigDict()
+    c.algorithm.clip_low = 0.2  # ratio is clipped to [1 - clip_low, 1 + clip_high]
+    c.algorithm.clip_high = 0.4
+    c.algorithm.kl_coefficient = 1e-4  # weight of the k3 KL estimate to the reference
+    c.algorithm.zero_spread_tolerance = 1e-6  # a group whose largest minus smallest reward is within it carries no signal and is dropped
+
+    c.optimizer = ConfigDict()  # AdamW; the paper gives only the learning rate (2e-6 at 1.5B)
+    c.optimizer.learning_rate = 2e-6
+    c.optimizer.warmup_updates = 0  # linear, from the start and again after an optimizer reset
+    c.optimizer.b1 = 0.9
+    c.optimizer.b2 = 0.95
+    c.optimizer.eps = 1e-8
+    c.optimizer.weight_decay = 0.0
+    c.optimizer.clip_norm = 1.0  # global gradient norm
+
+    c.resets = ConfigDict()  # the controller is blind: it sees the step number, never validation
+    c.resets.every_steps = 0  # reference reset after every so many steps; 0 = never
+    c.resets.optimizer = True  # also start the Optax state afresh (ProRL v1 does, v2 does not)
+
+    # Reward: "module:function", called as function(completion_text, prompt) -> float in [0, 1], in a grader process.
+    c.reward = "jaxprorl.rewards.puzzles:exact"
+    c.grading = ConfigDict()
+    c.grading.workers = 1  # grader processes
+    c.grading.timeout_s = 5.0  # per completion; over it the worker is killed and the sample counts as grader_error
+    c.grading.max_error_share = 0.05  # grader errors of one step over this share stop the run
+
+    c.validation = ConfigDict()
+    c.validation.every_steps = 20  # 0 = never
+    c.validation.items_per_task = 50
+    c.evaluation = ConfigDict()  # before and after, on the held-out split
+    c.evaluation.temperature = 1.0  # one sample per item; greedy beside it
+    c.evaluation.seed = 20  # of the sampling; the same before and after
+    c.evaluation.reward = "jaxprorl.rewards.puzzles:continuous"  # solved = value 1.0, mean_score = mean value; empty = `reward`
+
+    c.checkpoint = ConfigDict()
+    c.checkpoint.every_steps = 10
+    c.checkpoint.keep = 3  # newest kept
+
+    c.mesh = ConfigDict()
+    c.mesh.strategy = "dp"  # table in jaxprorl/sharding/strategies.py
+    c.mesh.cpu_devices = 2  # host devices when JAX runs on CPU; batch.micro_batch_rows and rollout.slots divide by it
+
+    c.monitoring = ConfigDict()
+    c.monitoring.progress = True  # live view in the terminal (plain lines when it is not a terminal)
+    c.monitoring.tensorboard = True  # event files derived from metrics.jsonl
+    return c

@@ -1,0 +1,56 @@
+"""`events.jsonl`: everything the run decided, one line each. Plots, reports and docs read it; nothing edits it.
+
+No event holds a wall-clock value except in fields that start with `time_`, so that two runs can be compared line by line.
+"""
+
+from typing import Any
+
+from jaxprorl.monitoring import jsonl
+from jaxprorl.monitoring.jsonl import read, truncate
+
+__all__ = ["EVENTS", "EventLog", "read", "truncate"]
+
+# kind -> (meaning, the fields it carries; `?` marks those that may be absent)
+EVENTS: dict[str, tuple[str, str]] = {
+    "run_start": ("a run begins from nothing", "seed, steps, parameters (count), devices (count), versions {package: version}"),
+    "resume": ("a run goes on from a checkpoint", "checkpoint_step, metrics_offset?, events_offset?"),
+    "warm_start": ("the base model is ready", "cached (bool), fingerprint, skill_updates?, careless_updates?, solve_rate?"),
+    "data": ("splits made and compared", "train, validation, held_out (items), duplicates_removed?, fingerprint?"),
+    "compile": ("an executable was built before the loop", "name, shapes?, time_s?"),
+    "evaluation": ("held-out split graded", "when (before or after), temperature, solve_rate, mean_score, per_task?"),
+    "reset": ("the reference became the policy", "optimizer (bool: Optax state started afresh), reason"),
+    "drop": ("groups without spread left the batch", "prompt_ids, all_correct?, all_wrong?"),
+    "refill": ("more prompts drawn to fill the batch", "round, prompts (count)"),
+    "cap_reached": ("no more prompts may be drawn this step", "drawn, kept, wanted"),
+    "swap": ("the engine took new weights", "policy_version, mismatch_max?"),
+    "validation": ("validation split graded", "solve_rate, mean_score, per_task?"),
+    "grader_errors": ("samples without a score", "count, share, graders?, examples?"),
+    "checkpoint": ("a checkpoint was written", "checkpoint_step?, bytes?, time_s?"),
+    "interrupted": ("a signal stopped the run after this step", "signal"),
+    "run_end": ("all steps done", "steps, resets"),
+}
+_CLOCK_SUFFIXES = ("_s", "seconds", "timestamp", "elapsed", "duration")
+
+
+class EventLog(jsonl.JsonLog):
+    """The event file of a run, open for appending (continued when it exists; `truncate` it first on resume)."""
+
+    def append(self, step: int, kind: str, **fields: Any) -> None:
+        """Writes {"step": step, "kind": kind, field: value, ...} with sorted fields of JSON types.
+
+        Raises:
+            ValueError: unknown kind, NaN or infinity, a field whose name says it is a duration or a date but does not start with `time_`.
+            TypeError: a value that is not JSON.
+        """
+        if kind not in EVENTS:
+            raise ValueError(f"event kind {kind!r} is not in EVENTS (jaxprorl/monitoring/events.py); known: {', '.join(EVENTS)}")
+        row: dict[str, Any] = {"step": int(step), "kind": kind}
+        for name in sorted(fields):
+            if name.endswith(_CLOCK_SUFFIXES) and not name.startswith("time_"):
+                raise ValueError(f"event {kind!r}, field {name!r}: a wall-clock value must be named time_*")
+            try:
+                jsonl.encode(fields[name])
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"event {kind!r}, field {name!r}: {error}") from error
+            row[name] = fields[name]
+        self.append_row(row)

@@ -1,0 +1,124 @@
+"""`metrics.jsonl`: one line of numbers per step. Every name is in METRICS, so a typo is an error and the table is the documentation.
+
+Whatever depends on the clock lives under `time.`; all other values repeat bit for bit when a run is repeated.
+"""
+
+import math
+import os
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from jaxprorl.monitoring import jsonl
+from jaxprorl.monitoring.jsonl import read, truncate
+
+__all__ = ["METRICS", "MetricsLog", "check_name", "read", "truncate"]
+
+# name -> (unit, meaning). `.TASK` stands for the name of any task. "Groups" are those of the step's rollout batch;
+# means over tokens or samples are over what the step trained on unless said otherwise.
+METRICS: dict[str, tuple[str, str]] = {
+    "reward.mean": ("reward", "mean over all graded samples of the step, dropped groups included; grader errors excluded"),
+    "reward.solve_rate": ("share", "samples with full reward among the graded ones"),
+    "reward.TASK": ("reward", "mean over the graded samples of one task"),
+    "response_tokens.mean": ("tokens", "mean completion length, stop token included"),
+    "response_tokens.max": ("tokens", "longest completion of the step"),
+    "response.stop_share": ("share", "completions in which the model drew a stop token itself"),
+    "groups.drawn": ("groups", "prompts sampled this step, refills included"),
+    "groups.kept": ("groups", "groups trained on"),
+    "groups.zero_spread_share": ("share", "drawn groups whose rewards are all equal: no signal, dropped"),
+    "groups.all_correct_share": ("share", "drawn groups in which every sample has full reward"),
+    "groups.surplus": ("groups", "kept groups over the batch size"),
+    "groups.refill_rounds": ("rounds", "extra draws needed to fill the batch"),
+    "grader.error_share": ("share", "samples whose grader failed; they leave their group"),
+    "tokens.completion": ("tokens", "sampled this step"),
+    "tokens.trained": ("tokens", "completion tokens in the step's updates, each counted once"),
+    "updates": ("updates", "optimizer updates made in this step"),
+    "loss.policy": ("1", "clipped policy loss, token mean, mean over the step's updates"),
+    "kl.k1": ("nats/token", "mean of log(policy / reference): unbiased, may be negative"),
+    "kl.k2": ("nats/token", "mean of half the squared log-ratio: low variance, biased"),
+    "kl.k3": (
+        "nats/token",
+        "mean of exp(-r) - 1 + r with r = log(policy / reference): what the loss uses; one rare token can make it jump",
+    ),
+    "entropy": ("nats/token", "mean entropy of the policy at the sampling temperature"),
+    "ratio.max": ("1", "largest policy / old policy probability ratio"),
+    "ratio.min": ("1", "smallest policy / old policy probability ratio"),
+    "clip.low_share": ("share", "tokens clipped at the lower bound"),
+    "clip.high_share": ("share", "tokens clipped at the upper bound"),
+    "grad_norm": ("1", "global gradient norm before clipping, mean over the step's updates"),
+    "update_norm": ("1", "global norm of the parameter change, mean over the step's updates"),
+    "learning_rate": ("1", "of the step's last update"),
+    "mismatch.mean": ("nats", "mean |engine log-prob - trainer log-prob| over tokens, same weights"),
+    "mismatch.max": ("nats", "largest |engine log-prob - trainer log-prob|"),
+    "policy.version": ("version", "weights that the step's rollouts came from"),
+    "reference.age_steps": ("steps", "since the reference was last set to the policy"),
+    "validation.solve_rate": ("share", "validation items solved; only in the lines of steps with a validation"),
+    "validation.mean_score": ("score", "mean score on the validation items"),
+    "validation.TASK": ("share", "validation items of one task solved"),
+    "time.rollout_s": ("s", "sampling"),
+    "time.update_s": ("s", "optimizer updates"),
+    "time.grading_wait_s": ("s", "waiting for graders after the last completion"),
+    "time.step_s": ("s", "the whole step"),
+    "time.completion_tokens_per_s": ("tokens/s", "sampled tokens over sampling time"),
+}
+_TASK = "TASK"
+
+
+def check_name(name: str, tasks: Collection[str] | None = None) -> None:
+    """Raises ValueError unless `name` is in METRICS, where `.TASK` matches one of `tasks` (None: any task name)."""
+    if name in METRICS and not name.endswith(f".{_TASK}"):
+        return
+    head, _, task = name.partition(".")
+    if task and f"{head}.{_TASK}" in METRICS:
+        if tasks is None or task in tasks:
+            return
+        raise ValueError(f"metric {name!r}: neither in METRICS nor is {task!r} one of the tasks {sorted(tasks)}")
+    raise ValueError(f"metric {name!r} is not in METRICS (jaxprorl/monitoring/metrics.py): a typo, or add it with unit and meaning")
+
+
+def _number(name: str, value: float) -> int | float:
+    if isinstance(value, bool | np.bool_) or np.ndim(value) != 0:
+        raise TypeError(f"metric {name!r}: {value!r} is not a number")
+    number = int(value) if isinstance(value, int | np.integer) else float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"metric {name!r} is {number}")
+    return number
+
+
+class MetricsLog(jsonl.JsonLog):
+    """The metrics file of a run, open for appending.
+
+    Args:
+        path: the file; made with its folder when missing, continued when not (after `truncate`, on resume).
+        tasks: the run's task names; then a per-task metric must name one of them. None accepts any.
+
+    Raises:
+        ValueError: a task's name would hide another metric (`reward.mean`).
+    """
+
+    def __init__(self, path: str | os.PathLike[str], tasks: Collection[str] | None = None) -> None:
+        heads = [name.removesuffix(f".{_TASK}") for name in METRICS if name.endswith(f".{_TASK}")]
+        for task in tasks or ():
+            for name in (f"{head}.{task}" for head in heads):
+                if name in METRICS:
+                    raise ValueError(f"a task named {task!r} would collide with the metric {name!r}: rename the task")
+        super().__init__(path)
+        self._tasks = None if tasks is None else frozenset(tasks)
+        rows = read(path)
+        self._last_step = rows[-1]["step"] if rows else -1
+
+    def append(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes {"step": step, name: value, ...} with sorted names. Integers stay integers, floats keep every bit.
+
+        Raises:
+            ValueError: unknown name, NaN or infinity (names the metric), or a step not after the last one written.
+            TypeError: a value that is no scalar number.
+        """
+        if step <= self._last_step:
+            raise ValueError(f"{self.path}: step {step} after step {self._last_step}; on resume truncate to the checkpoint's offset first")
+        row: dict[str, int | float] = {"step": int(step)}
+        for name in sorted(values):
+            check_name(name, self._tasks)
+            row[name] = _number(name, values[name])
+        self.append_row(row)
+        self._last_step = int(step)

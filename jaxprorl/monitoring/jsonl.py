@@ -81,6 +81,7 @@ class JsonLog:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        """Closes the file; appending afterwards is an error."""
         self._file.close()
 
     def __enter__(self) -> Self:

@@ -41,9 +41,11 @@ class TensorBoardMirror:
             self._writer.add_text(f"events/{row['kind']}", jsonl.encode(fields), row["step"], walltime=walltime)
 
     def flush(self) -> None:
+        """Hands what was added so far to the file."""
         self._writer.flush()
 
     def close(self) -> None:
+        """Flushes and closes the event file."""
         self._writer.close()
 
     def __enter__(self) -> Self:

@@ -1,0 +1,112 @@
+"""From a question to token ids: the one place where a prompt is rendered."""
+
+import hashlib
+import json
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import numpy as np
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jaxprorl.data.tokenizer import Tokenizer
+from jaxprorl.errors import DataError
+from jaxprorl.types import Prompt
+
+Messages = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question before rendering.
+
+    Attributes:
+        domain, task, answer, item: as in `Prompt`.
+        messages: chat messages, each {"role", "content"}, without the configured system message.
+        place: where it came from, for error messages (task, seed and index; or file and line).
+    """
+
+    domain: str
+    task: str
+    messages: Messages
+    answer: str
+    place: str
+    item: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def question(self) -> str:
+        """The text of all messages, which identifies the question."""
+        return "\n".join(message["content"] for message in self.messages)
+
+
+def question_hash(text: str) -> str:
+    """Hex sha256 of the normalised question: NFKC, case folded, white space collapsed."""
+    normalised = " ".join(unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold()).split())
+    return hashlib.sha256(normalised.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def render_text(tokenizer: Tokenizer, messages: Messages, add_generation_prompt: bool = True) -> str:
+    """The chat template's text for `messages`.
+
+    Raises:
+        DataError: the folder has no chat template, or the template refuses these messages.
+    """
+    if not tokenizer.chat_template:
+        raise DataError(f"{tokenizer.path}: no chat template. Add chat_template.jinja to the folder.")
+    try:
+        return _compile(tokenizer.chat_template).render(
+            messages=[dict(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            tools=None,
+            documents=None,
+            **tokenizer.special_tokens,
+        )
+    except jinja2.TemplateError as error:
+        raise DataError(f"{tokenizer.path}: the chat template failed: {error}") from error
+
+
+def render(tokenizer: Tokenizer, messages: Messages, add_generation_prompt: bool = True) -> list[int]:
+    """Token ids of a conversation. Nothing else in the package turns a prompt into ids, so no prompt gets a second BOS.
+
+    Raises:
+        DataError: see `render_text`; or the ids hold more than one BOS.
+    """
+    ids = tokenizer.encode(render_text(tokenizer, messages, add_generation_prompt))
+    # In multi-turn templates a BOS that is also a stop token may close every turn; elsewhere two of them are a fault.
+    if tokenizer.bos_id is not None and tokenizer.bos_id not in tokenizer.stop_ids and ids.count(tokenizer.bos_id) > 1:
+        raise DataError(
+            f"{tokenizer.path}: the rendered prompt holds {ids.count(tokenizer.bos_id)} BOS tokens; the template must emit one at most"
+        )
+    return ids
+
+
+def build_prompt(tokenizer: Tokenizer, item: Item, prompt_id: int, system_prompt: str = "") -> Prompt:
+    """Renders an item. `system_prompt` goes first unless it is empty or the item brings its own system message."""
+    messages = list(item.messages)
+    if system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    token_ids = np.asarray(render(tokenizer, messages), dtype=np.int32)
+    token_ids.flags.writeable = False
+    return Prompt(prompt_id=prompt_id, domain=item.domain, token_ids=token_ids, task=item.task, answer=item.answer, item=item.item)
+
+
+@lru_cache(maxsize=8)
+def _compile(template: str) -> jinja2.Template:
+    # The settings transformers compiles templates with. Its `strftime_now` is left out on purpose: prompts must not change
+    # with the day, and templates that know it test whether it is defined.
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    return environment.from_string(template)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

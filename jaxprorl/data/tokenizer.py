@@ -1,0 +1,135 @@
+"""A tokenizer from an ordinary Hugging Face folder, without transformers."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jaxprorl.errors import DataError
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to ids and back, plus what sampling and rendering need to know of the folder.
+
+    Attributes:
+        path: the folder it was read from.
+        backend: the `tokenizers` object itself.
+        pad_id: fills rows; never a mask (masks come from lengths), so it may equal a stop id.
+        stop_ids: every id that ends a completion.
+        bos_id: beginning of sequence, None if the tokenizer has none.
+        vocab_size: highest id + 1; a model may hold more rows.
+        chat_template: Jinja source, empty if the folder has none.
+        special_tokens: name -> text, the variables `bos_token`, `eos_token`, ... that chat templates may use.
+    """
+
+    path: Path
+    backend: tokenizers.Tokenizer
+    pad_id: int
+    stop_ids: tuple[int, ...]
+    bos_id: int | None
+    vocab_size: int
+    chat_template: str
+    special_tokens: Mapping[str, str]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text` as it stands: nothing is added in front or behind, special tokens in it are recognised."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
+        """Text of `ids`; `skip_special` leaves out tokens marked special (tags such as `<think>` are not)."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Reads `tokenizer.json`, `tokenizer_config.json`, `generation_config.json` and `chat_template.jinja` of a folder.
+
+    Raises:
+        DataError: a needed file is missing or broken, or no stop token can be found.
+    """
+    folder = Path(path)
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise DataError(f"{file}: not found. The folder needs a fast tokenizer: save it with transformers' save_pretrained().")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception on a broken file
+        raise DataError(f"{file}: not a tokenizer file ({error})") from error
+    backend.no_padding()
+    backend.no_truncation()
+    config = _read_json(folder / "tokenizer_config.json")
+    generation = _read_json(folder / "generation_config.json")
+    special_tokens = _special_tokens(config)
+    stop_ids = _stop_ids(folder, backend, special_tokens, generation)
+    pad = special_tokens.get("pad_token")
+    pad_id = generation.get("pad_token_id") if pad is None else _token_id(backend, pad, folder, "pad_token")
+    bos = special_tokens.get("bos_token")
+    return Tokenizer(
+        path=folder,
+        backend=backend,
+        pad_id=stop_ids[0] if pad_id is None else int(pad_id),
+        stop_ids=stop_ids,
+        bos_id=None if bos is None else _token_id(backend, bos, folder, "bos_token"),
+        vocab_size=max(backend.get_vocab(with_added_tokens=True).values()) + 1,
+        chat_template=_chat_template(folder, config),
+        special_tokens=special_tokens,
+    )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{file}: not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{file}: must hold one JSON object")
+    return content
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    found = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = config.get(name)
+        if isinstance(value, dict):  # an AddedToken written out
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _token_id(backend: tokenizers.Tokenizer, token: str, folder: Path, name: str) -> int:
+    token_id = backend.token_to_id(token)
+    if token_id is None:
+        raise DataError(f"{folder / 'tokenizer_config.json'}: {name} is {token!r}, which tokenizer.json does not hold")
+    return token_id
+
+
+def _stop_ids(
+    folder: Path, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], generation: Mapping[str, Any]
+) -> tuple[int, ...]:
+    given = generation.get("eos_token_id")
+    if given is None:
+        if "eos_token" not in special_tokens:
+            raise DataError(
+                f"{folder}: no stop token. Give eos_token_id (a number or a list) in generation_config.json or eos_token in tokenizer_config.json."
+            )
+        given = _token_id(backend, special_tokens["eos_token"], folder, "eos_token")
+    ids = given if isinstance(given, list) else [given]
+    if not ids or any(type(i) is not int or backend.id_to_token(i) is None for i in ids):
+        raise DataError(f"{folder / 'generation_config.json'}: eos_token_id is {given!r}; give ids that tokenizer.json holds")
+    return tuple(dict.fromkeys(ids))
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named templates
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template if isinstance(template, str) else ""

@@ -1,0 +1,44 @@
+"""Executables are made before the loop; a compilation inside it is an error that names the shapes."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+# JAX announces every compilation here, with function name and argument shapes, before it happens.
+_LOGGER = logging.getLogger("jax._src.interpreters.pxla")
+
+
+class CompilationError(RuntimeError):
+    """Something was compiled where nothing may be."""
+
+
+class _Refuse(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if message.startswith("Compiling"):
+            raise CompilationError(f"compilation inside the training loop: {message}. Shapes in the loop are fixed; compile this one before it")
+
+
+@contextlib.contextmanager
+def no_compilation() -> Iterator[None]:
+    """Any XLA compilation inside this block raises CompilationError with the function and the argument shapes."""
+    handler, level, propagate = _Refuse(level=logging.DEBUG), _LOGGER.level, _LOGGER.propagate
+    _LOGGER.addHandler(handler)
+    _LOGGER.setLevel(logging.DEBUG)
+    _LOGGER.propagate = False
+    try:
+        yield
+    finally:
+        _LOGGER.removeHandler(handler)
+        _LOGGER.setLevel(level)
+        _LOGGER.propagate = propagate
+
+
+def use_compilation_cache(folder: str | Path) -> None:
+    """Keeps executables on disk, however small and quick to compile."""
+    jax.config.update("jax_compilation_cache_dir", str(Path(folder).absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,37 @@
+"""What a rollout engine is: weights in, prompts in, completions out one by one."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jaxprorl.types import Completion, Prompt
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample.
+
+    Attributes:
+        samples: n completions per prompt.
+        temperature: logits are divided by it; 0 = greedy (log-probs are then taken at temperature 1).
+        seed: together with (step, prompt_id, sample, position) it decides every draw; nothing else does.
+        step: RL step, or any number that tells two passes over the same prompts apart.
+    """
+
+    samples: int
+    temperature: float
+    seed: int
+    step: int
+
+
+class Engine(Protocol):
+    """Generates completions with the weights of the last swap."""
+
+    def set_weights(self, params: Any, version: int) -> None:
+        """Swaps the policy. Not while a `generate` iterator is unfinished."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Completion]:
+        """Starts at once and yields every completion as it ends, in no particular order.
+
+        The first decode steps are dispatched before the iterator is first advanced.
+        """

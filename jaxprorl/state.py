@@ -1,0 +1,72 @@
+"""What training changes: device arrays (TrainState) and the host's bookkeeping (RunState)."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jaxprorl.models.qwen2 import Params, Qwen2Config
+from jaxprorl.optimizer import make_optimizer
+from jaxprorl.sharding.mesh import like_params, param_shardings
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Device arrays. `reference` is a copy of the policy in its dtype, sharded like it."""
+
+    params: Params
+    reference: Params
+    opt_state: optax.OptState
+
+
+@dataclasses.dataclass(frozen=True)
+class RunState:
+    """Host bookkeeping; JSON types only, stored beside the arrays.
+
+    Attributes:
+        step: RL steps done.
+        prompts_consumed: training prompts drawn so far, the position in the prompt order.
+        policy_version: number of weight swaps.
+        resets: resets done.
+        reference_step: step of the last reference reset, 0 = the start.
+        completion_tokens: sampled in training rollouts so far.
+        rl_s: seconds spent in steps so far (reported only).
+        rollout_s: seconds of those spent in rollouts (reported only).
+    """
+
+    step: int = 0
+    prompts_consumed: int = 0
+    policy_version: int = 0
+    resets: int = 0
+    reference_step: int = 0
+    completion_tokens: int = 0
+    rl_s: float = 0.0
+    rollout_s: float = 0.0
+
+
+def state_shardings(config: ConfigDict, model_config: Qwen2Config, mesh: Mesh) -> TrainState:
+    """A TrainState of shardings."""
+    params = param_shardings(model_config, mesh, config.mesh.strategy)
+    abstract = {name: jax.ShapeDtypeStruct((), "float32") for name in params}
+    opt_state = jax.eval_shape(make_optimizer(config).init, abstract)
+    return TrainState(params, params, like_params(opt_state, abstract, params, mesh))
+
+
+def start_state(config: ConfigDict, params: Params, shardings: TrainState) -> TrainState:
+    """The state of step 0: the reference is the policy, the optimizer is fresh. Arrays are born sharded."""
+
+    def start(params: Params) -> TrainState:
+        copy = jax.tree.map(lambda x: x.copy(), params)
+        return TrainState(params, copy, make_optimizer(config).init(params))
+
+    return jax.jit(start, out_shardings=shardings)(params)
+
+
+def abstract_state(config: ConfigDict, params: Params, shardings: TrainState) -> Any:
+    """Shapes, dtypes and target shardings of a TrainState, as compilation and restoring need them."""
+    shapes = jax.eval_shape(lambda p: TrainState(p, p, make_optimizer(config).init(p)), params)
+    return jax.tree.map(lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes, shardings)

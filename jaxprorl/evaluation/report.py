@@ -1,0 +1,285 @@
+"""`report.html`: what a run did, told from its files alone. One file, no scripts, nothing loaded from elsewhere.
+
+Whatever comes out of a file goes through `escape`: prompts, completions and task names may hold markup.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from jaxprorl.evaluation.curves import CURVES, curve_svg, gains_svg
+from jaxprorl.evaluation.statistics import GainRow, gain_rows
+from jaxprorl.monitoring import events as event_log
+from jaxprorl.monitoring import jsonl
+from jaxprorl.monitoring.samples import read_samples
+
+_LISTED = ("run_start", "warm_start", "resume", "reset", "interrupted", "evaluation", "grader_errors", "run_end")  # others are only counted
+_SAMPLES_SHOWN = 4  # per step, one per task first
+_CSS = """
+:root { color-scheme: light; --ink: #1f2933; --soft: #52606d; --line: #e4e7eb; --accent: #0b6e99; --mark: #c2410c; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #f5f7f9; color: var(--ink);
+  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; }
+main { max-width: 1040px; margin: 0 auto; padding: 40px 24px 64px; }
+h1 { font-size: 30px; line-height: 1.2; margin: 0 0 6px; } h2 { font-size: 20px; margin: 44px 0 12px; } h3 { font-size: 15px; margin: 0; }
+p { max-width: 74ch; margin: 0 0 12px; } .lead { font-size: 18px; color: var(--soft); } .soft { color: var(--soft); font-size: 14px; }
+.card, figure { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: 16px 18px; margin: 0; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 24px 0 0; }
+.tile b { display: block; font-size: 24px; line-height: 1.25; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.tile span { color: var(--soft); font-size: 13px; }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 16px; }
+figure svg { display: block; width: 100%; height: auto; } figcaption { color: var(--soft); font-size: 13px; margin: 4px 0 0; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
+th { text-align: right; font-weight: 600; color: var(--soft); border-bottom: 1px solid #9aa5b1; padding: 6px 10px; white-space: nowrap; }
+td { text-align: right; border-bottom: 1px solid var(--line); padding: 7px 10px; white-space: nowrap; vertical-align: top; }
+th:first-child, td:first-child { text-align: left; } tr.all td { font-weight: 650; border-bottom: 0; } td small { color: var(--soft); }
+td.words, th.words { text-align: left; white-space: pre-wrap; overflow-wrap: anywhere; }
+.good { color: #2b6a30; font-weight: 600; } .mark { color: var(--mark); font-weight: 600; }
+.note { border-left: 4px solid #d9a400; background: #fffaeb; padding: 10px 16px; border-radius: 4px; margin: 20px 0 0; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 20px; margin: 0; font-size: 14px; }
+dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
+details { margin: 12px 0 0; } summary { cursor: pointer; font-weight: 600; }
+pre, code { font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
+pre { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: 14px; overflow-x: auto; }
+@media (max-width: 520px) { .grid { grid-template-columns: 1fr; } }
+@media print { body { background: #fff; } figure, .card, tr { break-inside: avoid; } }
+"""
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path}: not a JSON object: {error}") from error
+
+
+def _text(value: Any) -> str:
+    """A value for a reader, escaped: thousands separated, floats to four digits, containers as JSON."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{escape(str(key))} {_text(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_text, value))
+    return escape(str(value))
+
+
+def _facts(pairs: Iterable[tuple[str, Any]]) -> str:
+    rows = "".join(f"<dt>{escape(name.replace('_', ' '))}</dt><dd>{_text(value)}</dd>" for name, value in pairs if value is not None)
+    return f'<div class="card"><dl>{rows}</dl></div>' if rows else ""
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: frozenset[int] = frozenset()) -> str:
+    """A table of cells that are HTML already; columns in `words` hold running text."""
+
+    def cells(tag: str, values: Sequence[str]) -> str:
+        return "".join(f'<{tag} class="words">{v}</{tag}>' if i in words else f"<{tag}>{v}</{tag}>" for i, v in enumerate(values))
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return f'<div class="card scroll"><table><thead><tr>{cells("th", headings)}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _seconds(value: float) -> str:
+    return f"{value / 60:.1f} min" if value >= 100 else f"{value:.1f} s"
+
+
+def _tiles(summary: Mapping[str, Any], total: GainRow) -> str:
+    low, high = (100 * bound for bound in total.gain_ci95)
+    tiles = [
+        (f"{100 * total.before:.1f} → {100 * total.after:.1f} %", f"held-out items solved, n = {total.n}"),
+        (f"{100 * total.gain:+.1f}", f"points gained, 95 % interval {low:+.1f} to {high:+.1f}"),
+        (f"{summary['steps']}", f"RL steps, {summary['resets']} reset{'' if summary['resets'] == 1 else 's'}"),
+        (_seconds(summary["seconds"]["rl"]), f"of RL; {_seconds(summary['seconds']['total'])} in all"),
+        (f"{summary['completion_tokens_per_s']:,.0f}", "sampled tokens per second"),
+        (f"{summary['peak_memory_bytes'] / 2**30:.2f} GiB", "peak memory"),
+    ]
+    return (
+        '<div class="tiles">' + "".join(f'<div class="card tile"><b>{big}</b><span>{small}</span></div>' for big, small in tiles) + "</div>"
+    )
+
+
+def _gain_table(rows: Sequence[GainRow]) -> str:
+    def rate(value: float, interval: tuple[float, float], form: str = ".1f") -> str:
+        return f"{100 * value:{form}} <small>[{100 * interval[0]:{form}}, {100 * interval[1]:{form}}]</small>"
+
+    body = []
+    for row in rows:
+        greedy = (
+            "" if row.greedy_before is None or row.greedy_after is None else f"{100 * row.greedy_before:.1f} → {100 * row.greedy_after:.1f}"
+        )
+        cells = [
+            escape(row.task),
+            rate(row.before, row.before_ci95),
+            rate(row.after, row.after_ci95),
+            rate(row.gain, row.gain_ci95, "+.1f"),
+            '<span class="good">yes</span>' if row.clear and row.gain > 0 else "no",
+            f"{row.mean_before:.3f} → {row.mean_after:.3f}",
+            greedy,
+            str(row.n),
+        ]
+        body.append(f"<tr{' class=all' if row.task == 'all' else ''}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    head = "".join(
+        f"<th>{h}</th>" for h in ("task", "before, %", "after, %", "gain, points", "intervals apart", "mean score", "greedy, %", "n")
+    )
+    return (
+        f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+        '<p class="soft">Same items before and after, one sample each at the evaluation temperature; greedy decoding beside it. In '
+        "brackets: 95 % Wilson intervals, for the gain Newcombe's, which treats the two samples as independent. “Intervals apart”: the gain "
+        "is positive and the two intervals do not touch.</p>"
+    )
+
+
+def _explanation(warm_start: Mapping[str, Any] | None, config: Mapping[str, Any] | None, total: GainRow | None) -> str:
+    if warm_start is None:
+        return "<p>The run folder has no <code>warm_start.json</code>: what the policy was before RL is not recorded here.</p>"
+    parts = [f"<p>{escape(part.strip())}</p>" for part in str(warm_start.get("explanation", "")).split("\n\n") if part.strip()]
+    if not parts:
+        parts = ["<p>The warm start left no explanation of its demonstrations.</p>"]
+    share = warm_start.get("careless_share", (config or {}).get("warmstart", {}).get("careless_share"))
+    if share is not None and total is not None:
+        parts.append(
+            f"<p>In numbers: {100 * share:.0f} % of the demonstrations of the last supervised phase were careless (no work shown, wrong "
+            f"answer). The policy then solved {100 * total.before:.1f} % of the held-out items; after RL it solves {100 * total.after:.1f} %.</p>"
+        )
+    return "".join(parts) + _facts((name, value) for name, value in warm_start.items() if name != "explanation")
+
+
+def _curves(rows: Sequence[Mapping[str, Any]], resets: Sequence[int]) -> str:
+    figures = []
+    for curve in CURVES:
+        svg = curve_svg(curve, rows, resets)
+        if svg:
+            smooth = " Thin: per step; thick: mean of the last five." if curve.smooth else ""
+            note = f"<figcaption>{escape(curve.note + smooth)}</figcaption>"
+            figures.append(f"<figure><h3>{escape(curve.title)}</h3>{svg}{note}</figure>")
+    if not figures:
+        return "<p>No metrics were recorded.</p>"
+    said = '<p class="soft">The <span class="mark">dashed lines</span> mark resets of the reference policy.</p>' if resets else ""
+    return said + f'<div class="grid">{"".join(figures)}</div>'
+
+
+def _events(events: Sequence[Mapping[str, Any]]) -> str:
+    if not events:
+        return "<p>No events were recorded.</p>"
+    counts = Counter(event["kind"] for event in events)
+    refilled = sum(event.get("prompts", 0) for event in events if event["kind"] == "refill")
+    dropped = sum(len(event.get("prompt_ids", ())) for event in events if event["kind"] == "drop")
+    said = ", ".join(f"{escape(kind)} {count}" for kind, count in sorted(counts.items()))
+    extra = f" Groups dropped: {dropped}; prompts drawn in refills: {refilled}."
+    listed = [
+        [
+            str(event["step"]),
+            f'<span class="mark">{escape(event["kind"])}</span>' if event["kind"] == "reset" else escape(event["kind"]),
+            "; ".join(f"{escape(name)}: {_text(value)}" for name, value in event.items() if name not in ("step", "kind")),
+        ]
+        for event in events
+        if event["kind"] in _LISTED
+    ]
+    validations = [
+        [str(event["step"]), *(f"{event[name]:.3f}" if name in event else "" for name in ("solve_rate", "mean_score"))]
+        for event in events
+        if event["kind"] == "validation"
+    ]
+    out = f"<p>Counts: {said}.{extra}</p>" + _table(("step", "event", "what"), listed, frozenset({1, 2}))
+    if validations:
+        table = _table(("step", "solve rate", "mean score"), validations)
+        out += f"<details><summary>{len(validations)} validations</summary>{table}</details>"
+    return out
+
+
+def _samples(folder: Path) -> str:
+    paths = sorted(folder.glob("step_*.parquet"))
+    out = ""
+    for path in [paths[0], paths[-1]] if len(paths) > 1 else paths:
+        by_task: dict[str, list[dict[str, Any]]] = {}
+        for row in read_samples(path):
+            by_task.setdefault(row["task"], []).append(row)
+        rows = [rows[0] for _, rows in sorted(by_task.items())][:_SAMPLES_SHOWN]
+        cells = [[escape(r["task"]), escape(r["prompt"]), escape(r["completion"]), escape(r["answer"]), _text(r["score"])] for r in rows]
+        if cells:
+            out += f"<h3>Step {rows[0]['step']}, the first sample of each task</h3>"
+            out += _table(("task", "prompt", "completion", "reference", "score"), cells, frozenset({1, 2, 3}))
+    return f"<h2>Answers</h2>{out}" if out else ""
+
+
+def render(run_dir: str | os.PathLike[str]) -> str:
+    """The report of a run folder as HTML; says which of the run's files are not there.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ValueError: a file in it cannot be read (names it).
+    """
+    run = Path(run_dir)
+    if not run.is_dir():
+        raise FileNotFoundError(f"no run folder {run}")
+    config, summary, warm_start = (_json(run / name) for name in ("config.json", "summary.json", "warm_start.json"))
+    rows, events = (jsonl.read(run / name) if (run / name).exists() else [] for name in ("metrics.jsonl", "events.jsonl"))
+    names = ("config.json", "metrics.jsonl", "events.jsonl", "summary.json", "warm_start.json")
+    missing = [name for name in names if not (run / name).exists()]
+    start: Mapping[str, Any] = next((event for event in events if event["kind"] == "run_start"), {})
+    resets = [event["step"] for event in events if event["kind"] == "reset"]
+
+    title = escape(str((config or {}).get("run_name") or run.resolve().name))
+    body = [f"<h1>{title}</h1>"]
+    total: GainRow | None = None
+    if summary:
+        greedy = summary.get("greedy", {})
+        gains = gain_rows(summary["before"], summary["after"], greedy.get("before"), greedy.get("after"))
+        total = gains[-1]
+        verdict = "the intervals do not touch" if total.clear else "the intervals touch: this run cannot tell the two apart"
+        body.append(
+            f'<p class="lead">Reinforcement learning with verifiable rewards took the policy from {100 * total.before:.1f} % to '
+            f"{100 * total.after:.1f} % of the held-out items ({verdict}).</p>"
+        )
+        body.append(_tiles(summary, total))
+    else:
+        body.append('<p class="lead">This run has not been evaluated after RL yet.</p>')
+    if missing:
+        absent = ", ".join(f"<code>{name}</code>" for name in missing)
+        body.append(f'<p class="note">Not in the run folder: {absent}. What they would tell is missing below.</p>')
+    if summary:
+        body.append(f"<h2>Before and after, per task</h2>{_gain_table(gains)}<figure>{gains_svg(gains)}</figure>")
+    body.append(f"<h2>What was demonstrated, and what kind of gain this is</h2>{_explanation(warm_start, config, total)}")
+    body.append(f"<h2>The run, step by step</h2>{_curves(rows, resets)}")
+    body.append(f"<h2>What the run decided</h2>{_events(events)}")
+    body.append(_samples(run / "samples"))
+    steps = rows[-1]["step"] if rows else None
+    facts = [
+        ("seed", (summary or {}).get("seed", start.get("seed", (config or {}).get("seed")))),
+        ("steps in the log", steps),
+        ("resets", len(resets)),
+        ("parameters of the policy", start.get("parameters", (warm_start or {}).get("parameters"))),
+        ("model", (config or {}).get("model")),
+        ("devices", start.get("devices")),
+        ("seconds", (summary or {}).get("seconds")),
+        ("package versions", start.get("versions")),
+    ]
+    body.append(f"<h2>Facts</h2>{_facts(facts)}")
+    if config:
+        body.append(f"<details><summary>Resolved config</summary><pre>{escape(json.dumps(config, indent=2))}</pre></details>")
+    kinds = "".join(f"<dt>{escape(kind)}</dt><dd>{escape(meaning)}</dd>" for kind, (meaning, _) in event_log.EVENTS.items())
+    body.append(f'<details><summary>Event kinds</summary><div class="card"><dl>{kinds}</dl></div></details>')
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}: run report</title><style>{_CSS}</style></head><body><main>{''.join(body)}</main></body></html>\n"
+    )
+
+
+def write_report(run_dir: str | os.PathLike[str]) -> Path:
+    """Writes `report.html` into the run folder, whole or not at all; may be called on an unfinished run and again. Errors as `render`."""
+    path = Path(run_dir) / "report.html"
+    text = render(run_dir)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+    return path

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -185,7 +185,7 @@ def _check_ranges(seeds: Mapping[str, int], wanted: Mapping[str, int]) -> None:
         if seeds[name] < 0:
             raise DataError(f"data.{name}_seed = {seeds[name]}: must not be negative")
     ordered = sorted(SPLITS, key=lambda name: seeds[name])
-    for lower, upper in zip(ordered, ordered[1:], strict=False):
+    for lower, upper in pairwise(ordered):
         reach = wanted[lower] * DRAW_FACTOR
         if seeds[upper] - seeds[lower] <= reach:
             raise DataError(

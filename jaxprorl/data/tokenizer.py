@@ -116,7 +116,8 @@ def _stop_ids(
     if given is None:
         if "eos_token" not in special_tokens:
             raise DataError(
-                f"{folder}: no stop token. Give eos_token_id (a number or a list) in generation_config.json or eos_token in tokenizer_config.json."
+                f"{folder}: no stop token. Give eos_token_id (a number or a list) in generation_config.json, "
+                "or eos_token in tokenizer_config.json."
             )
         given = _token_id(backend, special_tokens["eos_token"], folder, "eos_token")
     ids = given if isinstance(given, list) else [given]

@@ -11,7 +11,7 @@ The answer must score 1.0 with the task's own scorer; `tests/warmstart/test_solu
 
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,7 @@ def score(task: str, answer: str, entry: Entry) -> float:
     return float(_scorer(task)(answer, entry))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _scorer(task: str) -> Callable[[str, Entry], float]:
     import reasoning_gym  # takes over a second, and only the warm start needs it
 

@@ -16,7 +16,7 @@ INK, GRID, BEFORE, AFTER, MARK = "#1f2933", "#e4e7eb", "#9aa5b1", "#0b6e99", "#c
 _COLOURS = (AFTER, "#c98a00", "#6d4ca3", "#3a7d44")
 _SMOOTH = 5  # steps of the running mean drawn over noisy series
 
-_STYLE = {
+_STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: sharp, selectable, in the reader's own sans-serif
     "font.family": "sans-serif",
     "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"],
@@ -40,7 +40,7 @@ _STYLE = {
 class Curve:
     """One plot of the report: what it is called, what it draws, what a reader should look for.
 
-    `series` are (metric, label); `smooth` draws a running mean over the raw values; `log` draws a symmetric log axis from 0.001 up.
+    `series` are (metric, label); `smooth` draws a running mean over the raw values; `log` draws a log axis above 0.01, linear below.
     """
 
     title: str
@@ -134,7 +134,10 @@ def curve_svg(curve: Curve, rows: Sequence[Mapping[str, Any]], resets: Sequence[
         for index, step in enumerate(resets):
             axes.axvline(step, color=MARK, linewidth=1.1, linestyle=(0, (4, 3)), label="reset" if index == 0 else None, gid=f"reset-{step}")
         if curve.log:
-            axes.set_yscale("symlog", linthresh=1e-3)
+            axes.set_yscale("symlog", linthresh=1e-2)
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            lowest = min(value for _, points in drawn for _, value in points)
+            axes.set_ylim(bottom=min(1.3 * lowest, 0.0))
         elif curve.unit.startswith("share"):
             axes.set_ylim(-0.02, 1.02)
         else:

@@ -28,16 +28,16 @@ main { max-width: 1040px; margin: 0 auto; padding: 40px 24px 64px; }
 h1 { font-size: 30px; line-height: 1.2; margin: 0 0 6px; } h2 { font-size: 20px; margin: 44px 0 12px; } h3 { font-size: 15px; margin: 0; }
 p { max-width: 74ch; margin: 0 0 12px; } .lead { font-size: 18px; color: var(--soft); } .soft { color: var(--soft); font-size: 14px; }
 .card, figure { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: 16px 18px; margin: 0; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 24px 0 0; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(240px, 1fr)); gap: 12px; margin: 24px 0 0; }
 .tile b { display: block; font-size: 24px; line-height: 1.25; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .tile span { color: var(--soft); font-size: 13px; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 16px; }
 figure svg { display: block; width: 100%; height: auto; } figcaption { color: var(--soft); font-size: 13px; margin: 4px 0 0; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
-th { text-align: right; font-weight: 600; color: var(--soft); border-bottom: 1px solid #9aa5b1; padding: 6px 10px; white-space: nowrap; }
-td { text-align: right; border-bottom: 1px solid var(--line); padding: 7px 10px; white-space: nowrap; vertical-align: top; }
+.card + .soft { margin-top: 8px; } .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
+th { text-align: right; font-weight: 600; color: var(--soft); border-bottom: 1px solid #9aa5b1; padding: 6px 9px; vertical-align: bottom; }
+td { text-align: right; border-bottom: 1px solid var(--line); padding: 7px 9px; white-space: nowrap; vertical-align: top; }
 th:first-child, td:first-child { text-align: left; } tr.all td { font-weight: 650; border-bottom: 0; } td small { color: var(--soft); }
-td.words, th.words { text-align: left; white-space: pre-wrap; overflow-wrap: anywhere; }
+th.words { text-align: left; } td.words { text-align: left; white-space: pre-wrap; overflow-wrap: anywhere; }
 .good { color: #2b6a30; font-weight: 600; } .mark { color: var(--mark); font-weight: 600; }
 .note { border-left: 4px solid #d9a400; background: #fffaeb; padding: 10px 16px; border-radius: 4px; margin: 20px 0 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 20px; margin: 0; font-size: 14px; }
@@ -134,8 +134,8 @@ def _gain_table(rows: Sequence[GainRow]) -> str:
     return (
         f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
         '<p class="soft">Same items before and after, one sample each at the evaluation temperature; greedy decoding beside it. In '
-        "brackets: 95 % Wilson intervals, for the gain Newcombe's, which treats the two samples as independent. “Intervals apart”: the gain "
-        "is positive and the two intervals do not touch.</p>"
+        "brackets: 95 % Wilson intervals, for the gain Newcombe's, which treats the two samples as independent. “Intervals apart”: the "
+        "gain is positive and the two intervals do not touch.</p>"
     )
 
 
@@ -149,7 +149,8 @@ def _explanation(warm_start: Mapping[str, Any] | None, config: Mapping[str, Any]
     if share is not None and total is not None:
         parts.append(
             f"<p>In numbers: {100 * share:.0f} % of the demonstrations of the last supervised phase were careless (no work shown, wrong "
-            f"answer). The policy then solved {100 * total.before:.1f} % of the held-out items; after RL it solves {100 * total.after:.1f} %.</p>"
+            f"answer). The policy then solved {100 * total.before:.1f} % of the held-out items; after RL it solves "
+            f"{100 * total.after:.1f} %.</p>"
         )
     return "".join(parts) + _facts((name, value) for name, value in warm_start.items() if name != "explanation")
 

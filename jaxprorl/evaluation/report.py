@@ -33,7 +33,8 @@ p { max-width: 74ch; margin: 0 0 12px; } .lead { font-size: 18px; color: var(--s
 .tile span { color: var(--soft); font-size: 13px; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 16px; }
 figure svg { display: block; width: 100%; height: auto; } figcaption { color: var(--soft); font-size: 13px; margin: 4px 0 0; }
-.card + .soft { margin-top: 8px; } .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
+.card + .soft { margin-top: 8px; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
 th { text-align: right; font-weight: 600; color: var(--soft); border-bottom: 1px solid #9aa5b1; padding: 6px 9px; vertical-align: bottom; }
 td { text-align: right; border-bottom: 1px solid var(--line); padding: 7px 9px; white-space: nowrap; vertical-align: top; }
 th:first-child, td:first-child { text-align: left; } tr.all td { font-weight: 650; border-bottom: 0; } td small { color: var(--soft); }

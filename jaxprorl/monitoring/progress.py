@@ -96,6 +96,7 @@ class Progress:
         """
         if not self._enabled:
             return
+        self._marks = deque([(-1, self._clock())], maxlen=_ETA_WINDOW + 1)  # the ETA of the steps starts counting after the phase
         if self._live:
             if 0 < done < total and self._clock() - self._phase_drawn < _PHASE_REFRESH_S:
                 return

@@ -77,7 +77,7 @@ CURVES = (
         "Response length",
         "tokens",
         (("response_tokens.mean", "mean"), ("response_tokens.max", "longest")),
-        "Longer answers here mean that the work is shown.",
+        "Completions of the step, stop token included.",
     ),
     Curve("Groups", "groups", (("groups.drawn", "drawn"), ("groups.kept", "kept")), "Drawn includes refills; kept is what was trained on."),
     Curve(

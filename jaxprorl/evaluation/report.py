@@ -25,7 +25,8 @@ _CSS = """
 body { margin: 0; background: #f5f7f9; color: var(--ink);
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; }
 main { max-width: 1040px; margin: 0 auto; padding: 40px 24px 64px; }
-h1 { font-size: 30px; line-height: 1.2; margin: 0 0 6px; } h2 { font-size: 20px; margin: 44px 0 12px; } h3 { font-size: 15px; margin: 0; }
+h1 { font-size: 30px; line-height: 1.2; margin: 0 0 6px; } h2 { font-size: 20px; margin: 44px 0 12px; }
+h3 { font-size: 15px; margin: 0 0 6px; } .card + h3 { margin-top: 20px; }
 p { max-width: 74ch; margin: 0 0 12px; } .lead { font-size: 18px; color: var(--soft); } .soft { color: var(--soft); font-size: 14px; }
 .card, figure { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: 16px 18px; margin: 0; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(240px, 1fr)); gap: 12px; margin: 24px 0 0; }

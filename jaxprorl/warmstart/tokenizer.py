@@ -3,6 +3,9 @@
 A byte-level BPE without merges, so digits and letters of the payload stay one token each. What the questions of a task have in
 common ("Spell this word backward (example: sun -> nus): ") and the chat template's headers are added tokens: prompts are short,
 and the model need not learn to read English.
+
+Nothing normalises the text: decode(encode(x)) == x for any x. (transformers 5 loads every folder whose model is a Qwen2 with an NFC
+normaliser of its own, so there text that is not NFC gets the ids of its NFC form.)
 """
 
 import json

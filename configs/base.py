@@ -15,7 +15,6 @@ def get_config() -> ConfigDict:
     c.seed = 0  # warm start, prompt order and sampling; the data has seeds of its own
     c.steps = 100  # RL length: one step = one rollout batch and its `batch.updates` optimizer updates
     c.on_existing = "resume"  # run folder exists already: "resume" = go on from its last checkpoint; "replace" = move it aside, start over
-    c.profile_from_step = -1  # write a jax.profiler trace of this step into the run's `profile/`; -1 = never
 
     # The policy. `path` names a Hugging Face folder; empty = the warm-start model of the shape below is made first (and cached).
     c.model = ConfigDict()
@@ -50,6 +49,7 @@ def get_config() -> ConfigDict:
     c.warmstart.warmup_updates = 50
     c.warmstart.skill_updates = 4000  # at most; phase 1, clean worked solutions
     c.warmstart.gate_every_updates = 400  # validation check, also sets task weights
+    c.warmstart.gate_items_per_task = 100  # validation items sampled per check
     c.warmstart.gate_solve_rate = 0.55  # phase 1 ends when every task reaches this at T = 1
     c.warmstart.careless_updates = 80  # phase 2, careless answers mixed in
     c.warmstart.careless_share = 0.55  # share of demonstrations without work and with a wrong answer
@@ -60,7 +60,7 @@ def get_config() -> ConfigDict:
     c.rollout.engine = "jax"  # the embedded JAX engine
     c.rollout.samples_per_prompt = 8  # n, group size (ProRL: 16)
     c.rollout.temperature = 1.2  # ProRL section 3.2; log-probs are taken at this temperature everywhere
-    c.rollout.max_prompt_tokens = 48  # longer prompts are refused at start
+    c.rollout.max_prompt_tokens = 40  # longer prompts are refused at start
     c.rollout.max_response_tokens = 56  # a completion that reaches it without a stop id finishes as `length`
     c.rollout.slots = 256  # completions decoded together; memory of the cache = slots x (prompt + response) tokens
     c.rollout.decode_chunk_tokens = 14  # decode steps per dispatch; finished samples reach the graders between dispatches

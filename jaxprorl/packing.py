@@ -53,23 +53,25 @@ def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     return rows
 
 
-def pack(samples: Sequence[Sample], rows: int, row_tokens: int, names: Sequence[str] = ()) -> tuple[dict[str, np.ndarray], int]:
+def pack(
+    samples: Sequence[Sample], layout: Sequence[Sequence[int]], rows: int, row_tokens: int, names: Sequence[str] = ()
+) -> dict[str, np.ndarray]:
     """Packs samples into `rows` rows.
 
     Args:
-        samples: at most as many as fit.
-        rows: B, rows of the result; unused ones are padding.
+        samples: the sequences.
+        layout: indices of the samples in each row, as `assign_rows` gives them.
+        rows: B, rows of the result; those beyond the layout are padding.
         row_tokens: S.
         names: which `per_token` arrays to pack.
 
     Returns:
         arrays [B, S]: `tokens`, `targets`, `positions`, `segment_ids` (0 = padding) as int32; `mask` (1 where the target
-        is a response token) and `names` as float32. And the number of rows in use.
+        is a response token) and `names` as float32.
 
     Raises:
-        ValueError: the samples need more rows.
+        ValueError: the layout has more rows.
     """
-    layout = assign_rows([sample.tokens for sample in samples], row_tokens)
     if len(layout) > rows:
         raise ValueError(f"{len(samples)} sequences need {len(layout)} rows of {row_tokens} tokens, there are {rows}")
     arrays = {name: np.zeros((rows, row_tokens), np.int32) for name in ("tokens", "targets", "positions", "segment_ids")}
@@ -89,4 +91,4 @@ def pack(samples: Sequence[Sample], rows: int, row_tokens: int, names: Sequence[
             for name in names:
                 arrays[name][row, response] = sample.per_token[name]
             start = end
-    return arrays, len(layout)
+    return arrays

@@ -1,5 +1,6 @@
 """The device mesh and the shardings of everything that lives on it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from jaxprorl.models.qwen2 import Qwen2Config, declarations
-from jaxprorl.sharding.strategies import BATCH_AXES, STRATEGIES, partition_spec
+from jaxprorl.sharding.strategies import BATCH_AXES, STRATEGIES
 
 AXES = ("data", "fsdp", "tensor", "context")
 
@@ -37,6 +38,19 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_sharding(mesh: Mesh, leading: int = 0) -> NamedSharding:
     """Rows split over the data axes; `leading` axes before the row axis stay whole."""
     return NamedSharding(mesh, PartitionSpec(*[None] * leading, BATCH_AXES))
+
+
+def partition_spec(axes: tuple[str | None, ...], table: Mapping[str, str | None]) -> PartitionSpec:
+    """The PartitionSpec of an array with these logical axes.
+
+    Raises:
+        ValueError: two dimensions of one array would use the same mesh axis.
+    """
+    mesh_axes = [table[axis] if axis else None for axis in axes]
+    used = [axis for axis in mesh_axes if axis]
+    if len(used) != len(set(used)):
+        raise ValueError(f"axes {axes} map to {mesh_axes}: a mesh axis can split only one dimension of an array")
+    return PartitionSpec(*mesh_axes)
 
 
 def param_shardings(model_config: Qwen2Config, mesh: Mesh, strategy: str) -> dict[str, NamedSharding]:

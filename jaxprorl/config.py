@@ -1,0 +1,183 @@
+"""Config files and overrides in, a locked and checked config out. Everything here runs before JAX is touched."""
+
+import contextlib
+import io
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from jaxprorl.rewards import registry
+from jaxprorl.sharding.strategies import STRATEGIES
+
+
+class ConfigError(ValueError):
+    """A config that cannot run; the message names the field, its value and what would be right."""
+
+
+def load(argv: Sequence[str]) -> ConfigDict:
+    """The locked config of a command line: `--config=FILE` and any number of `--config.field=value`.
+
+    Raises:
+        ConfigError: no such file, unknown field, value of the wrong type.
+    """
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, "experiment file", flag_values=values, lock_config=True)
+    named = [argument for argument in argv if argument == "--config" or argument.startswith("--config=")]
+    if not named:
+        raise ConfigError("--config is missing: name an experiment file, e.g. --config=configs/quickstart.py")
+    path = Path(named[-1].partition("=")[2])
+    if not path.is_file():
+        raise ConfigError(f"--config={path}: no such file; the shipped experiments are in configs/")
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            rest = values(["train", *argv])
+    except (flags.Error, ValueError, TypeError, KeyError, AttributeError) as error:
+        hint = "every field, with its type and unit, is in configs/base.py"
+        raise ConfigError(f"{str(error).replace('Unknown command line flag', 'unknown field')}; {hint}") from None
+    if len(rest) > 1:
+        raise ConfigError(f"unexpected argument {rest[1]!r}: fields are set by --config.FIELD=VALUE")
+    config: ConfigDict = values.config
+    return config
+
+
+def validate(config: ConfigDict) -> None:
+    """Checks values and combinations.
+
+    Raises:
+        ConfigError: the first field that cannot work.
+        RewardError: the reward cannot be loaded.
+    """
+    for check in (_check_numbers, _check_choices, _check_shapes):
+        check(config)
+    for field in ("reward", "evaluation.reward"):
+        spec = config.reward if field == "reward" else config.evaluation.reward or config.reward
+        try:
+            registry.load_reward(spec)
+        except registry.RewardError as error:
+            raise ConfigError(str(error) if field == "reward" else f"evaluation.reward: {error}") from None
+
+
+def to_json(config: ConfigDict) -> str:
+    """The resolved config as JSON with sorted keys, as stored in `config.json`."""
+    return json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n"
+
+
+def differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted field, value in a, value in b) of every field that differs."""
+    for name in sorted(a.keys() | b.keys()):
+        left, right = a.get(name), b.get(name)
+        if isinstance(left, dict) and isinstance(right, dict):
+            yield from differences(left, right, f"{prefix}{name}.")
+        elif left != right:
+            yield f"{prefix}{name}", left, right
+
+
+def _require(ok: bool, field: str, value: Any, remedy: str) -> None:
+    if not ok:
+        raise ConfigError(f"{field} = {value!r}: {remedy}")
+
+
+POSITIVE = (
+    "steps", "model.hidden_size", "model.intermediate_size", "model.num_hidden_layers", "model.num_attention_heads",
+    "model.num_key_value_heads", "model.head_dim", "model.rope_theta", "model.max_position_embeddings",
+    "data.train_per_task", "data.validation_per_task", "data.held_out_per_task",
+    "warmstart.rows", "warmstart.row_tokens", "warmstart.learning_rate", "warmstart.skill_updates", "warmstart.gate_every_updates",
+    "warmstart.gate_items_per_task", "warmstart.careless_learning_rate",
+    "rollout.samples_per_prompt", "rollout.temperature", "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.slots",
+    "rollout.decode_chunk_tokens", "batch.prompts", "batch.refill_prompts", "batch.updates", "batch.row_tokens",
+    "batch.micro_batch_rows", "optimizer.learning_rate", "optimizer.eps", "optimizer.clip_norm",
+    "grading.workers", "grading.timeout_s", "validation.items_per_task", "evaluation.temperature", "checkpoint.every_steps",
+    "checkpoint.keep", "mesh.cpu_devices",
+)  # fmt: skip
+NOT_NEGATIVE = (
+    "seed", "data.train_seed", "data.validation_seed", "data.held_out_seed", "warmstart.warmup_updates", "warmstart.careless_updates",
+    "algorithm.kl_coefficient", "algorithm.zero_spread_tolerance", "optimizer.warmup_updates", "optimizer.weight_decay",
+    "resets.every_steps", "validation.every_steps", "evaluation.seed",
+)  # fmt: skip
+SHARES = (
+    "warmstart.gate_solve_rate", "warmstart.careless_share", "optimizer.b1", "optimizer.b2", "grading.max_error_share",
+    "algorithm.clip_low",
+)  # fmt: skip
+CHOICES = {
+    "on_existing": ("resume", "replace"),
+    "model.dtype": ("float32", "bfloat16"),
+    "rollout.engine": ("jax",),
+    "mesh.strategy": tuple(STRATEGIES),
+}
+
+
+def field_value(config: ConfigDict, field: str) -> Any:
+    """The value of a dotted field."""
+    value: Any = config
+    for name in field.split("."):
+        value = value[name]
+    return value
+
+
+def _check_numbers(config: ConfigDict) -> None:
+    for field in POSITIVE:
+        value = field_value(config, field)
+        _require(0 < value < float("inf"), field, value, "must be greater than 0")
+    for field in NOT_NEGATIVE:
+        value = field_value(config, field)
+        _require(0 <= value < float("inf"), field, value, "must be 0 or more")
+    for field in SHARES:
+        value = field_value(config, field)
+        _require(0 <= value <= 1, field, value, "must lie between 0 and 1")
+    _require(config.algorithm.clip_high > 0, "algorithm.clip_high", config.algorithm.clip_high, "must be greater than 0")
+    _require(config.optimizer.b1 < 1 and config.optimizer.b2 < 1, "optimizer.b1, b2", (config.optimizer.b1, config.optimizer.b2), "must be below 1")
+    _require(config.batch.max_drawn_factor >= 1, "batch.max_drawn_factor", config.batch.max_drawn_factor, "must be 1 or more (1 = no refill)")
+    n = config.rollout.samples_per_prompt
+    _require(n >= 2, "rollout.samples_per_prompt", n, "group-relative advantages need at least 2 samples per prompt")
+
+
+def _check_choices(config: ConfigDict) -> None:
+    for field, choices in CHOICES.items():
+        value = field_value(config, field)
+        _require(value in choices, field, value, f"choose one of {', '.join(choices)}")
+    name = config.run_name
+    _require(bool(re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name)), "run_name", name, "use letters, digits, '.', '_' and '-' (it names a folder)")
+    path = config.model.path
+    _require(not path or Path(path).is_dir(), "model.path", path, "no such folder; name a Hugging Face model folder, or leave it empty for a warm start")
+    source = config.data.source
+    jsonl = source.startswith("jsonl:")
+    _require(source == "reasoning_gym" or jsonl, "data.source", source, "use 'reasoning_gym' or 'jsonl:PATH'")
+    _require(not jsonl or Path(source[6:]).is_file(), "data.source", source, "no such file")
+    _require(bool(config.data.tasks) or (jsonl and bool(path)), "data.tasks", {}, "name at least one reasoning-gym task (for the data or the warm start)")
+
+
+def _check_shapes(config: ConfigDict) -> None:
+    rollout, batch, model, devices = config.rollout, config.batch, config.model, config.mesh.cpu_devices
+    context = rollout.max_prompt_tokens + rollout.max_response_tokens
+    together = f"rollout.max_prompt_tokens + rollout.max_response_tokens = {context}"
+    _require(batch.row_tokens >= context, "batch.row_tokens", batch.row_tokens, f"a row must hold the longest sequence, {together}")
+    if not model.path:
+        _require(
+            model.max_position_embeddings >= context, "model.max_position_embeddings", model.max_position_embeddings,
+            f"the context must hold {together}",
+        )  # fmt: skip
+        _require(model.head_dim % 2 == 0, "model.head_dim", model.head_dim, "rotary embeddings need an even width")
+        heads, groups = model.num_attention_heads, model.num_key_value_heads
+        _require(heads % groups == 0, "model.num_key_value_heads", groups, f"must divide model.num_attention_heads = {heads}")
+        context_rows = config.warmstart.row_tokens
+        _require(context_rows >= context, "warmstart.row_tokens", context_rows, f"a row must hold the longest demonstration, {together}")
+        rows = config.warmstart.rows
+        _require(rows % devices == 0, "warmstart.rows", rows, f"must divide by mesh.cpu_devices = {devices}")
+    chunk = rollout.decode_chunk_tokens
+    _require(
+        rollout.max_response_tokens % chunk == 0, "rollout.decode_chunk_tokens", chunk,
+        f"must divide rollout.max_response_tokens = {rollout.max_response_tokens}",
+    )  # fmt: skip
+    group = rollout.samples_per_prompt * devices
+    _require(
+        rollout.slots % group == 0, "rollout.slots", rollout.slots,
+        f"must divide by rollout.samples_per_prompt x mesh.cpu_devices = {group}, e.g. {-(-rollout.slots // group) * group}",
+    )  # fmt: skip
+    rows = batch.micro_batch_rows
+    _require(rows % devices == 0, "batch.micro_batch_rows", rows, f"must divide by mesh.cpu_devices = {devices}")
+    _require(batch.prompts >= batch.updates, "batch.updates", batch.updates, f"each update needs a group, batch.prompts = {batch.prompts}")

@@ -1,0 +1,49 @@
+"""Evaluation: one sample per item, graded by the same pool as training, summarised per task."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxprorl.evaluation.statistics import solve_summary
+from jaxprorl.rewards.pool import GraderPool
+from jaxprorl.rollout.engine import Engine, Sampling
+from jaxprorl.types import Prompt
+
+
+def evaluate(
+    engine: Engine,
+    graders: GraderPool,
+    prompts: Sequence[Prompt],
+    temperature: float,
+    seed: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Samples every prompt once and grades it.
+
+    Args:
+        temperature: 0 = greedy.
+        seed: of the draws; the same seed and weights give the same result.
+        on_progress: called with (completions so far, all).
+
+    Returns:
+        A `solve_summary`. A grader error counts as not solved here: an item cannot leave a benchmark.
+    """
+    by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    for done, completion in enumerate(engine.generate(prompts, Sampling(1, temperature, seed, step=0)), start=1):
+        graders.submit(by_id[completion.prompt_id], [completion])
+        on_progress(done, len(prompts))
+    scores = graders.collect()
+    values: dict[str, list[float]] = {}
+    for prompt in prompts:
+        values.setdefault(prompt.task, []).append(scores[prompt.prompt_id, 0].value)
+    return solve_summary(values)
+
+
+def first_per_task(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """The first `count` prompts of every task, in their order."""
+    seen: dict[str, int] = {}
+    kept = []
+    for prompt in prompts:
+        seen[prompt.task] = seen.get(prompt.task, 0) + 1
+        if seen[prompt.task] <= count:
+            kept.append(prompt)
+    return kept

@@ -1,0 +1,254 @@
+"""The supervised warm start: makes the base model of runs that have no `model.path`.
+
+Phase 1 teaches the skill from clean worked solutions until every task passes a gate on validation items. Phase 2 mixes in
+careless demonstrations (no work, wrong answer) for a few updates. The model then knows how to solve the tasks but seldom
+shows its work, so that RL has something to find: most of its gain is a change of habit.
+No decision reads a clock; the gate counts updates.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jaxprorl.data.prompts import build_prompt
+from jaxprorl.data.splits import Items, load_splits
+from jaxprorl.data.tokenizer import Tokenizer
+from jaxprorl.evaluation.harness import evaluate, first_per_task
+from jaxprorl.models import hf
+from jaxprorl.models.logprobs import token_log_probs
+from jaxprorl.models.qwen2 import Params, Qwen2Config, build, init_params, parameter_count
+from jaxprorl.packing import Sample, pack
+from jaxprorl.rewards.pool import GraderPool
+from jaxprorl.rollout.jax_engine import JaxEngine
+from jaxprorl.sharding.mesh import batch_sharding, param_shardings, replicated
+from jaxprorl.warmstart import solutions
+from jaxprorl.warmstart.tokenizer import build_tokenizer
+
+GATE_REWARD = "jaxprorl.rewards.puzzles:exact"
+UPDATES_PER_DISPATCH = 50
+MIN_TASK_WEIGHT = 0.15  # a solved task is still practised
+Rows = dict[str, jax.Array]
+Report = Callable[..., None]  # progress.phase
+
+
+def fingerprint(config: ConfigDict) -> str:
+    """12 hex digits over everything that the base model depends on, this package's warm-start sources included."""
+    parts = {name: config[name].to_dict() for name in ("model", "data", "warmstart", "rollout", "mesh")}
+    parts["data"].pop("source")
+    sources = [*sorted(Path(__file__).parent.glob("*.py")), *sorted(Path(hf.__file__).parent.glob("*.py"))]
+    parts |= {"seed": config.seed, "jax": jax.__version__, "sources": [source.read_text() for source in sources]}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def base_model(config: ConfigDict, items: Items, mesh: Mesh, report: Report) -> tuple[Path, bool]:
+    """The Hugging Face folder of the base model, made now unless the cache holds it.
+
+    Args:
+        items: the reasoning-gym items of `config.data.tasks`; demonstrations come from train, gates look at validation.
+
+    Returns:
+        The folder, with `warm_start.json` inside, and whether it came from the cache.
+    """
+    folder = Path(config.cache_dir) / "warmstart" / fingerprint(config)
+    if (folder / "config.json").is_file():
+        return folder, True
+    scratch = folder.with_name(f"{folder.name}.tokenizer")
+    shutil.rmtree(scratch, ignore_errors=True)
+    tokenizer = build_tokenizer(items.train, scratch, config.data.system_prompt)
+    model_config = model_shape(config, tokenizer)
+    params, facts = fit(config, model_config, tokenizer, items, mesh, report)
+    (scratch / "warm_start.json").write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
+    hf.write_folder(folder, model_config, params, scratch, tokenizer.stop_ids, tokenizer.pad_id)
+    shutil.rmtree(scratch)
+    return folder, False
+
+
+def model_shape(config: ConfigDict, tokenizer: Tokenizer) -> Qwen2Config:
+    """The model that `config.model` describes, with the tokenizer's vocabulary."""
+    return Qwen2Config(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=config.model.hidden_size,
+        intermediate_size=config.model.intermediate_size,
+        num_hidden_layers=config.model.num_hidden_layers,
+        num_attention_heads=config.model.num_attention_heads,
+        num_key_value_heads=config.model.num_key_value_heads,
+        head_dim=config.model.head_dim,
+        rope_theta=config.model.rope_theta,
+        max_position_embeddings=config.model.max_position_embeddings,
+    )
+
+
+def fit(
+    config: ConfigDict, model_config: Qwen2Config, tokenizer: Tokenizer, items: Items, mesh: Mesh, report: Report
+) -> tuple[Params, dict[str, Any]]:
+    """Both phases. Returns the parameters and what happened, as `warm_start.json` stores it."""
+    shardings = param_shardings(model_config, mesh, config.mesh.strategy)
+    params = jax.jit(lambda: init_params(model_config, config.seed), out_shardings=shardings)()
+    splits = load_splits(config, tokenizer, items)
+    gate_prompts = first_per_task(splits.validation, config.warmstart.gate_items_per_task)
+    engine = JaxEngine(config, model_config, mesh, tokenizer.stop_ids)
+    engine.compile(params, [1])
+    clean, careless = demonstrations(tokenizer, items, config.data.system_prompt, config.seed)
+    trainer = _Trainer(config, model_config, mesh, params)
+
+    def check(seed: int) -> dict[str, Any]:
+        engine.set_weights(trainer.params, version=seed)
+        return evaluate(engine, graders, gate_prompts, 1.0, seed)
+
+    history: list[dict[str, Any]] = []
+    weights = dict.fromkeys(clean, 1.0)
+    with GraderPool(GATE_REWARD, tokenizer.path, config.grading.workers, config.grading.timeout_s) as graders:
+        total = config.warmstart.skill_updates
+        stream = _Stream(clean, {}, 0.0, [config.seed, 1])
+        trainer.restart(optax.linear_schedule(0.0, config.warmstart.learning_rate, config.warmstart.warmup_updates))
+        while trainer.updates < total:
+            goal = min(total, trainer.updates + config.warmstart.gate_every_updates)
+            loss = trainer.run(stream, weights, goal - trainer.updates)
+            result = check(trainer.updates)
+            rates = {task: row["solve_rate"] for task, row in result["per_task"].items()}
+            history.append({"updates": trainer.updates, "loss": loss, "solve_rate": result["solve_rate"], "per_task": rates})
+            report("warm start: skill", trainer.updates, total, loss=loss, **rates)
+            if min(rates.values()) >= config.warmstart.gate_solve_rate:
+                break
+            weights = {task: max(MIN_TASK_WEIGHT, 1.0 - rate) for task, rate in rates.items()}
+        skill_updates, skill = trainer.updates, result["solve_rate"]
+        total = config.warmstart.careless_updates
+        peak = config.warmstart.careless_learning_rate
+        trainer.restart(optax.linear_schedule(peak, peak / 10, total))
+        stream = _Stream(clean, careless, config.warmstart.careless_share, [config.seed, 2])
+        trainer.run(stream, dict.fromkeys(clean, 1.0), total)
+        after = check(0)
+    report("warm start: careless mix", total, total, solve_rate=after["solve_rate"])
+    return trainer.params, {
+        "explanation": EXPLANATION,
+        "tasks": sorted(clean),
+        "parameters": parameter_count(model_config),
+        "vocab_size": model_config.vocab_size,
+        "train_items": {task: len(samples) for task, samples in clean.items()},
+        "skill_updates": skill_updates,
+        "skill_solve_rate": skill,
+        "careless_updates": config.warmstart.careless_updates,
+        "careless_share": config.warmstart.careless_share,
+        "solve_rate": after["solve_rate"],
+        "history": history,
+    }
+
+
+EXPLANATION = (
+    "The base model was made by supervised fine-tuning on demonstrations for these tasks: first clean worked solutions, then, for the "
+    "last few updates, a mix in which most demonstrations are careless (no work, a wrong answer). It can solve the tasks but seldom "
+    "shows its work. The larger part of the gain that RL makes from here is therefore a change of habit, showing the work, and the "
+    "smaller part fewer slips; it is not new skill, and says nothing about larger models."
+)
+
+
+def demonstrations(
+    tokenizer: Tokenizer, items: Items, system_prompt: str, seed: int
+) -> tuple[dict[str, list[Sample]], dict[str, list[Sample]]]:
+    """Clean and careless demonstrations of every train item, by task, ready to pack."""
+    answers: dict[str, list[str]] = {}
+    for item in items.train:
+        answers.setdefault(item.task, []).append(solutions.worked_solution(item.task, item.item["entry"])[1])
+    clean: dict[str, list[Sample]] = {}
+    careless: dict[str, list[Sample]] = {}
+    stop = [tokenizer.stop_ids[0]]
+    for item in items.train:
+        prompt_ids = build_prompt(tokenizer, item, 0, system_prompt).token_ids
+        entry = item.item["entry"]
+        for target, text in (
+            (clean, solutions.demonstration(item.task, entry)),
+            (careless, solutions.careless(item.task, entry, answers[item.task], seed)),
+        ):
+            target.setdefault(item.task, []).append(Sample(prompt_ids, np.array(tokenizer.encode(text) + stop, np.int32)))
+    return clean, careless
+
+
+class _Stream:
+    """Endless demonstrations: tasks by weight, items of a task in shuffled order, careless with a fixed probability."""
+
+    def __init__(self, clean: dict[str, list[Sample]], careless: dict[str, list[Sample]], share: float, seed: list[int]):
+        self._clean, self._careless, self._share = clean, careless, share
+        self._random = np.random.default_rng(seed)
+        self._orders: dict[str, list[int]] = {task: [] for task in clean}
+
+    def next(self, weights: dict[str, float]) -> Sample:
+        tasks = sorted(weights)
+        cumulative = np.cumsum([weights[task] for task in tasks])
+        task = tasks[int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))]
+        if not self._orders[task]:
+            self._orders[task] = self._random.permutation(len(self._clean[task])).tolist()
+        index = self._orders[task].pop()
+        source = self._careless if self._share and self._random.random() < self._share else self._clean
+        return source[task][index]
+
+
+class _Trainer:
+    """Supervised updates, several per dispatch. Each batch is filled with whole demonstrations until the next does not fit."""
+
+    def __init__(self, config: ConfigDict, model_config: Qwen2Config, mesh: Mesh, params: Params):
+        self.params, self.updates = params, 0
+        self._config, self._mesh = config, mesh
+        self._held: Sample | None = None  # did not fit into the last batch
+        self._graphdef = build(model_config, config.model.dtype)
+        self._shardings = param_shardings(model_config, mesh, config.mesh.strategy)
+
+    def restart(self, schedule: optax.Schedule) -> None:
+        """A fresh optimizer; updates count from 0."""
+        self._optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b1=0.9, b2=0.98, weight_decay=0.01))
+        self._opt_state = jax.jit(self._optimizer.init)(self.params)
+        self._step = jax.jit(self._updates, donate_argnums=(0, 1))
+        self.updates = 0
+
+    def run(self, stream: _Stream, weights: dict[str, float], updates: int) -> float:
+        """Makes `updates` updates; returns the mean loss of the last dispatch."""
+        loss = 0.0
+        for start in range(0, updates, UPDATES_PER_DISPATCH):
+            batches = [self._fill(stream, weights) for _ in range(min(UPDATES_PER_DISPATCH, updates - start))]
+            rows = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+            self.params, self._opt_state, losses = self._step(self.params, self._opt_state, jax.device_put(rows, batch_sharding(self._mesh, 1)))
+            self.updates += len(batches)
+            loss = losses
+        return float(np.mean(jax.device_get(loss)))
+
+    def _fill(self, stream: _Stream, weights: dict[str, float]) -> dict[str, np.ndarray]:
+        """One batch of rows, first-fit as they come."""
+        rows, row_tokens = self._config.warmstart.rows, self._config.warmstart.row_tokens
+        samples: list[Sample] = []
+        layout: list[list[int]] = [[] for _ in range(rows)]
+        free = [row_tokens] * rows
+        while True:
+            sample = self._held or stream.next(weights)
+            self._held = None
+            row = next((r for r, space in enumerate(free) if space >= sample.tokens), None)
+            if row is None:
+                self._held = sample
+                return pack(samples, layout, rows, row_tokens)
+            layout[row].append(len(samples))
+            free[row] -= sample.tokens
+            samples.append(sample)
+
+    def _updates(self, params: Params, opt_state: optax.OptState, rows: Rows) -> tuple[Params, optax.OptState, jax.Array]:
+        def loss_of(params: Params, rows: Rows) -> jax.Array:
+            model: Any = nnx.merge(self._graphdef, params)
+            hidden_BSD = model(rows["tokens"], rows["positions"], rows["segment_ids"])
+            logp_BS, _ = token_log_probs(hidden_BSD, model.head(), rows["targets"], 1.0)
+            return -(logp_BS * rows["mask"]).sum() / rows["mask"].sum()
+
+        def update(carry: tuple[Params, optax.OptState], rows: Rows) -> tuple[tuple[Params, optax.OptState], jax.Array]:
+            params, opt_state = carry
+            loss, gradients = jax.value_and_grad(loss_of)(params, rows)
+            changes, opt_state = self._optimizer.update(gradients, opt_state, params)
+            return (optax.apply_updates(params, changes), opt_state), loss
+
+        (params, opt_state), losses = jax.lax.scan(update, (params, opt_state), rows)
+        return params, opt_state, losses

@@ -130,17 +130,19 @@ environment_is_ready() { # DIR FILE...
   [ ! -e "$dir/.installing" ]
 }
 
-# with_lock COMMAND...: where flock exists, scripts that start together install one after the other.
+# with_lock DIR COMMAND...: where flock exists, scripts that start together install into DIR one after the other.
 # The lock ends with the subshell, so that nothing started later inherits it.
 with_lock() {
+  local dir=$1
+  shift
   mkdir -p .cache || return 1
   (
     if command -v flock >/dev/null && ! flock -n 9; then
-      say "Another script is installing; waiting for it."
+      say "Another script is installing into $dir; waiting for it."
       flock 9 || exit 1
     fi
     "$@"
-  ) 9>.cache/install.lock
+  ) 9>".cache/install$dir.lock"
 }
 
 # environment_version DIR: Python's version in an environment that has pip and no interrupted installation, else fails.
@@ -256,7 +258,7 @@ main_environment() {
     [ "$(environment_version .venv)" != "${chosen%% *}" ] || return 0
     rm -f .venv/.ready-* # another version is asked for: made anew
   fi
-  with_lock install_main "$@"
+  with_lock .venv install_main "$@"
 }
 
 install_vllm() {
@@ -277,5 +279,5 @@ install_vllm() {
 
 # vllm_environment: .venv-vllm exists and holds requirements-vllm.txt.
 vllm_environment() {
-  environment_is_ready .venv-vllm requirements-vllm.txt || with_lock install_vllm
+  environment_is_ready .venv-vllm requirements-vllm.txt || with_lock .venv-vllm install_vllm
 }

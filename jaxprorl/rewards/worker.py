@@ -1,0 +1,125 @@
+"""What runs inside a grader process. Imports no JAX: a grader must start fast and hold no device."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from jaxprorl.rewards import registry
+from jaxprorl.types import Outcome, Prompt
+
+MAX_DETAIL_CHARS = 500
+_PR_SET_PDEATHSIG = 1
+_PARENT_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One completion to grade. token_ids: int32 [response_tokens]; drop_last: the last id is a stop id, not text."""
+
+    prompt_id: int
+    token_ids: np.ndarray
+    drop_last: bool
+
+
+@dataclass(frozen=True)
+class Grade:
+    """One completion graded: the parts of a Score that the process knows."""
+
+    value: float
+    outcome: Outcome
+    seconds: float
+    detail: str = ""
+
+
+_reward: Callable[[str, Prompt], Any] | None = None  # users' functions may return anything
+_tokenizer: Tokenizer | None = None
+_start_error = ""
+
+
+def start(spec: str, tokenizer_file: str, parent_pid: int) -> None:
+    """Initializer of a grader process: ties its life to the parent's, then loads reward and tokenizer once.
+
+    An error is kept and reported with the first batch: a worker that died here would be replaced forever, unheard.
+    """
+    global _reward, _tokenizer, _start_error
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the parent
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # die at once, also inside C code that never returns to Python
+    _die_with(parent_pid)
+    try:
+        _reward = registry.load_reward(spec)
+        registry.prepare_reward(spec)
+        _tokenizer = Tokenizer.from_file(tokenizer_file)
+    except BaseException as error:
+        _start_error = _describe(error)
+
+
+def grade(prompts: Mapping[int, Prompt], rows: Sequence[Row], enough_s: float) -> list[Grade] | str:
+    """Grades rows in order, at least one; returns early once `enough_s` seconds have passed, the caller sends the rest again.
+
+    Returns:
+        One Grade per row of a non-empty prefix of `rows`; or a text if this process could not start.
+    """
+    if _start_error:
+        return _start_error
+    began = time.perf_counter()
+    grades: list[Grade] = []
+    for row in rows:
+        grades.append(_grade_one(prompts[row.prompt_id], row))
+        if time.perf_counter() - began > enough_s:
+            break
+    return grades
+
+
+def _grade_one(prompt: Prompt, row: Row) -> Grade:
+    assert _reward is not None and _tokenizer is not None
+    began = time.perf_counter()
+    try:
+        ids = row.token_ids[:-1] if row.drop_last else row.token_ids
+        # The tags may be special tokens, so these must stay in the text.
+        text = _tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        value = _reward(text, prompt)
+        if not isinstance(value, (int, float, np.integer, np.floating)):
+            raise TypeError(f"reward returned {type(value).__name__}, expected a float in [0, 1]")
+        value = float(value)
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"reward returned {value}, expected a float in [0, 1]")
+    except BaseException as error:  # also SystemExit, RecursionError, MemoryError: one bad sample is one bad sample
+        return Grade(0.0, "grader_error", time.perf_counter() - began, _describe(error))
+    return Grade(value, "scored", time.perf_counter() - began)
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # an exception whose __str__ raises
+        text = type(error).__name__
+    return text[:MAX_DETAIL_CHARS]
+
+
+def _die_with(parent_pid: int) -> None:
+    """Ends this process when the parent dies, however it dies.
+
+    On Linux the kernel does it, even while a reward holds the interpreter lock. Elsewhere a thread watches the parent's id.
+    """
+    if sys.platform == "linux" and Path("/proc/self").exists():
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent_pid:  # it died before the call
+            os._exit(1)
+        return
+    threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
+
+
+def _watch_parent(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(_PARENT_POLL_S)
+    os._exit(1)

@@ -1,0 +1,58 @@
+"""Forty kinds of junk and hostile answer text, and completions which carry them."""
+
+TEXTS: dict[str, str] = {
+    "empty": "",
+    "space": " \t\n",
+    "nul": "\x00",
+    "nan": "nan",
+    "spaced_nan": "n a n",
+    "nan_complex": "nan+nani",
+    "inf": "inf",
+    "minus_inf_complex": "-inf-infi",
+    "overflow": "1e308+1e308i",
+    "exponent": "1e999999999",
+    "fraction_exponent": "1e999/1e-999",
+    "zero_division": "1/0",
+    "tower": "9**9**9**9",
+    "factorial": "factorial(10**9)",
+    "import": "__import__('os').system('touch owned')",
+    "lambda": "(lambda: 1)()",
+    "digits": "7" * 4000,
+    "too_long": "7" * 100_000,
+    "spray": " ".join(str(i) for i in range(-20, 60)),
+    "commas": ",,,,,,",
+    "list": "[[1,2],[3]]",
+    "dict": '{"a": 1}',
+    "null": "null",
+    "none": "None",
+    "true": "True",
+    "deep_brackets": "[" * 3000,
+    "deep_parens": "(" * 3000 + ")" * 3000,
+    "balanced": "(" * 1500 + "1" + ")" * 1500,
+    "quotes": "'\"`",
+    "backslashes": "\\" * 500,
+    "format": "{} %s %(x)s {0.__class__}",
+    "markdown": "**5**",
+    "latex": "$\\frac{1}{2}$",
+    "boxed": "\\boxed{5}",
+    "surrogate_like": "\ufffd\ufffe\uffff",
+    "rtl": "\u202e5\u202c",
+    "other_digits": "\u0665\u0666",
+    "combining": "e" + "\u0301" * 500,
+    "emoji": "\U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "newlines": "\n".join("5" * 50),
+    "tags": "<answer><answer></answer><think></answer>",
+    "not": "\u00ac" * 2000 + "A",
+}
+
+
+def completions(answer: str) -> list[str]:
+    """The answer in the right form and in several wrong ones."""
+    return [
+        f"<think>w</think><answer>{answer}</answer>",
+        f"<think>w</think><answer>{answer}",
+        f"<answer>{answer}</answer>",
+        f"<think><answer>{answer}</answer>",
+        f"</think></think><answer>{answer}</answer></answer>",
+        answer,
+    ]

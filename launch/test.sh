@@ -37,7 +37,7 @@ check() { # NAME COMMAND...
   say "== $1"
   local name=$1
   shift
-  "$@" || failed="$failed $name"
+  "$@" || failed="${failed:+$failed, }$name"
 }
 check "ruff check" .venv/bin/python -m ruff check .
 check "ruff format" .venv/bin/python -m ruff format --check .
@@ -45,5 +45,5 @@ check "mypy" .venv/bin/python -m mypy
 check "pytest ($tier)" .venv/bin/python -m pytest -m "$tests" "$@"
 
 if [ -n "$missing" ]; then say "NO SECOND ENVIRONMENT (.venv-vllm): $missing. Parity tests were SKIPPED; pytest's summary counts them."; fi
-if [ -n "$failed" ]; then fail "failed:$failed"; fi
+if [ -n "$failed" ]; then fail "failed: $failed"; fi
 say "All checks passed."

@@ -33,7 +33,7 @@ def get_config() -> ConfigDict:
     c.data = ConfigDict()
     c.data.source = "reasoning_gym"  # "reasoning_gym" or "jsonl:PATH" (objects with prompt, answer, optional split, task)
     c.data.tasks = ConfigDict()  # reasoning-gym task name -> its generator's arguments
-    c.data.train_per_task = 2000  # items drawn before de-duplication
+    c.data.train_per_task = 2000  # different questions per task (fewer if the task cannot make so many)
     c.data.validation_per_task = 200  # gates, weights and the periodic validation
     c.data.held_out_per_task = 400  # before and after only
     c.data.train_seed = 1_000_000  # first seed of each split; item i of a split uses seed + i
@@ -52,7 +52,7 @@ def get_config() -> ConfigDict:
     c.warmstart.gate_items_per_task = 100  # validation items sampled per check
     c.warmstart.gate_solve_rate = 0.55  # phase 1 ends when every task reaches this at T = 1
     c.warmstart.careless_updates = 80  # phase 2, careless answers mixed in
-    c.warmstart.careless_share = 0.55  # share of demonstrations without work and with a wrong answer
+    c.warmstart.careless_share = 0.62  # share of demonstrations without work and with a wrong answer
     c.warmstart.careless_learning_rate = 1e-3  # falls linearly to a tenth
 
     # Rollouts.
@@ -60,10 +60,10 @@ def get_config() -> ConfigDict:
     c.rollout.engine = "jax"  # the embedded JAX engine
     c.rollout.samples_per_prompt = 8  # n, group size (ProRL: 16)
     c.rollout.temperature = 1.2  # ProRL section 3.2; log-probs are taken at this temperature everywhere
-    c.rollout.max_prompt_tokens = 40  # longer prompts are refused at start
-    c.rollout.max_response_tokens = 56  # a completion that reaches it without a stop id finishes as `length`
+    c.rollout.max_prompt_tokens = 24  # longer prompts are refused at start
+    c.rollout.max_response_tokens = 48  # a completion that reaches it without a stop id finishes as `length`
     c.rollout.slots = 256  # completions decoded together; memory of the cache = slots x (prompt + response) tokens
-    c.rollout.decode_chunk_tokens = 14  # decode steps per dispatch; finished samples reach the graders between dispatches
+    c.rollout.decode_chunk_tokens = 12  # decode steps per dispatch; finished samples reach the graders between dispatches
 
     # One rollout batch.
     c.batch = ConfigDict()

@@ -139,6 +139,7 @@ def fit(
         "skill_solve_rate": skill,
         "careless_updates": config.warmstart.careless_updates,
         "careless_share": config.warmstart.careless_share,
+        "fingerprint": fingerprint(config),
         "solve_rate": after["solve_rate"],
         "history": history,
     }

@@ -1,0 +1,78 @@
+"""Everything that a run writes down: metrics, events, samples, TensorBoard and the progress view, behind one object."""
+
+from collections.abc import Collection, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxprorl.data.tokenizer import Tokenizer
+from jaxprorl.monitoring import events, metrics, samples
+from jaxprorl.monitoring.progress import Progress
+from jaxprorl.monitoring.tensorboard import TensorBoardMirror
+from jaxprorl.rollout.collect import RolloutBatch
+from jaxprorl.run_folder import RunFolder
+
+NO_LINES = {"metrics": 0, "events": 0}
+
+
+class Recorder:
+    """Opens the logs cut back to `offsets`, so that what a killed run wrote after its last checkpoint is written again.
+
+    Args:
+        step: the first step that will be recorded.
+        offsets: bytes of each log that belong to the steps before it.
+    """
+
+    def __init__(self, config: ConfigDict, folder: RunFolder, progress: Progress, tasks: Collection[str], step: int, offsets: Mapping[str, int]):
+        for module, path, name in ((metrics, folder.metrics, "metrics"), (events, folder.events, "events")):
+            if path.exists():
+                module.truncate(path, offsets[name])
+        samples.remove_after(folder.samples, step - 1)
+        self._folder = folder
+        self._metrics = metrics.MetricsLog(folder.metrics, tasks)
+        self._events = events.EventLog(folder.events)
+        self._board = TensorBoardMirror(folder.tensorboard, purge_step=step if step else None) if config.monitoring.tensorboard else None
+        self.progress = progress
+
+    def event(self, step: int, kind: str, **fields: Any) -> None:
+        """One line of events.jsonl."""
+        self._events.append(step, kind, **fields)
+        if self._board:
+            self._board.add_event({"step": step, "kind": kind, **fields})
+
+    def rollout(self, step: int, batch: RolloutBatch, advantage_PN: np.ndarray, tokenizer: Tokenizer) -> None:
+        """Events of one rollout batch, and its samples as a Parquet file."""
+        dropped = [g.prompt.prompt_id for g, spread in zip(batch.groups, batch.has_spread, strict=True) if not spread]
+        if dropped:
+            self.event(step, "drop", prompt_ids=dropped)
+        for number, prompts in enumerate(batch.refills, start=1):
+            self.event(step, "refill", round=number, prompts=prompts)
+        advantages = iter(advantage_PN)
+        rows = []
+        for group, kept in zip(batch.groups, batch.kept, strict=True):
+            texts = [tokenizer.decode(completion.token_ids) for completion in group.completions]
+            rows += samples.group_rows(group, tokenizer.decode(group.prompt.token_ids), texts, kept, next(advantages) if kept else None)
+        samples.write_samples(self._folder.samples, step, rows)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """The metrics of a finished step, to the log, TensorBoard and the progress view."""
+        self._metrics.append(step, values)
+        if self._board:
+            self._board.add_metrics({"step": step, **values})
+        self.progress.step(step + 1, values)
+
+    def offsets(self) -> dict[str, int]:
+        """Bytes written so far to each log, on disk."""
+        self._metrics.sync()
+        self._events.sync()
+        return {"metrics": self._metrics.offset(), "events": self._events.offset()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for log in (self._metrics, self._events, self._board):
+            if log:
+                log.close()

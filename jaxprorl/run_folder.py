@@ -1,0 +1,96 @@
+"""The folder of a run: its files, and whether a command starts it, goes on with it or must not touch it."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from jaxprorl.config import ConfigError, differences, to_json
+
+# Fields that may change between the first start and a resume: they do not change what a step computes.
+FREE_FIELDS = ("steps", "on_existing", "cache_dir", "runs_dir", "monitoring.", "checkpoint.", "grading.workers")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of everything that a run leaves behind (docs: README, "What a run leaves behind")."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def base_model(self) -> Path:
+        return self.path / "base_model"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def before(self) -> Path:
+        return self.path / "evaluation_before.json"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+
+def open_run(config: ConfigDict) -> RunFolder:
+    """The run's folder, with `config.json` written.
+
+    Raises:
+        ConfigError: the folder holds a run of another config; names the first fields that differ.
+    """
+    folder = RunFolder(Path(config.runs_dir) / config.run_name)
+    if config.on_existing == "replace" and folder.path.exists():
+        move_aside(folder.path)
+    if folder.config.is_file():
+        stored = json.loads(folder.config.read_text())
+        changed = [
+            f"{field} was {old!r}, now {new!r}"
+            for field, old, new in differences(stored, json.loads(to_json(config)))
+            if not field.startswith(FREE_FIELDS)
+        ]
+        if changed:
+            raise ConfigError(
+                f"{folder.path} holds a run of another config ({'; '.join(changed[:4])}{' …' if len(changed) > 4 else ''}). "
+                "Choose another --config.run_name, or --config.on_existing=replace to move that run aside and start over"
+            )
+    folder.path.mkdir(parents=True, exist_ok=True)
+    temporary = folder.config.with_suffix(".tmp")
+    temporary.write_text(to_json(config))
+    temporary.rename(folder.config)
+    return folder
+
+
+def move_aside(path: Path) -> Path:
+    """Renames a run's folder to the first free `NAME.old-K`; nothing is deleted."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    path.rename(target)
+    return target

@@ -1,0 +1,233 @@
+"""What comes before the loop: data, base model, engine, executables, and the state of step 0 or of the last checkpoint."""
+
+import importlib.metadata
+import json
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jaxprorl.batch import batch_shapes
+from jaxprorl.checkpoint import Checkpoints
+from jaxprorl.compilation import use_compilation_cache
+from jaxprorl.config import ConfigError
+from jaxprorl.data.splits import Splits, fingerprint, load_items, load_splits
+from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
+from jaxprorl.evaluation.harness import evaluate
+from jaxprorl.models import hf
+from jaxprorl.models.qwen2 import Params, Qwen2Config, build, parameter_count
+from jaxprorl.monitoring.progress import Progress
+from jaxprorl.monitoring.recorder import NO_LINES, Recorder
+from jaxprorl.resets.optimizer import reset
+from jaxprorl.rewards.pool import GraderPool
+from jaxprorl.rollout.jax_engine import JaxEngine
+from jaxprorl.run_folder import RunFolder
+from jaxprorl.sharding.mesh import make_mesh, param_shardings, replicated, set_cpu_devices
+from jaxprorl.state import RunState, TrainState, abstract_state, start_state, state_shardings
+from jaxprorl.update import Batch, Metrics, make_train_step
+from jaxprorl.warmstart import fit
+
+VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "reasoning_gym", "tokenizers")
+
+
+@dataclass
+class Training:
+    """Everything that the loop works with. Executables are compiled; `state` and `run` are where it begins."""
+
+    config: ConfigDict
+    folder: RunFolder
+    mesh: Mesh
+    tokenizer: Tokenizer
+    model_config: Qwen2Config
+    splits: Splits
+    engine: JaxEngine
+    graders: GraderPool
+    exam_graders: GraderPool
+    checkpoints: Checkpoints
+    recorder: Recorder
+    state: TrainState
+    run: RunState
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    reset: Callable[[TrainState], TrainState]
+    before: dict[str, Any]
+
+
+def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
+    """Makes or restores everything. What must be closed is entered into `stack`.
+
+    Raises:
+        ConfigError, DataError, ModelError, RewardError, CheckpointError: before any long work where that is possible.
+    """
+    set_cpu_devices(config)
+    use_compilation_cache(Path(config.cache_dir) / "xla")
+    mesh = make_mesh(config.mesh.strategy)
+    progress = stack.enter_context(Progress(config.steps, config.monitoring.progress))
+    items = load_items(config)
+    if len(items.train) < config.batch.prompts:
+        raise ConfigError(f"batch.prompts = {config.batch.prompts}: the train split holds {len(items.train)} prompts only; lower it, or add data")
+    checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
+    resumed = checkpoints.latest_step() is not None
+    warm_start_s, cached = 0.0, True
+    if not resumed:
+        started_s = time.perf_counter()
+        base, cached = base_model(config, mesh, progress)
+        warm_start_s = time.perf_counter() - started_s
+        adopt_tokenizer(base, folder)
+    tokenizer = load_tokenizer(folder.base_model)
+    model_config = hf.read_config(folder.base_model)
+    splits = load_splits(config, tokenizer, items)
+
+    shardings = state_shardings(config, model_config, mesh)
+    if resumed:
+        abstract = abstract_state(config, abstract_params(model_config, shardings.params), shardings)
+        state, run, offsets = checkpoints.restore(abstract)
+        if run.step > config.steps:
+            raise ConfigError(f"steps = {config.steps}: {folder.path} has {run.step} steps already; ask for more, or choose another --config.run_name")
+    else:
+        params = hf.read_params(base, model_config, shardings.params)
+        state, run, offsets = start_state(config, params, shardings), RunState(), NO_LINES
+    tasks = sorted({prompt.task for split in (splits.train, splits.validation, splits.held_out) for prompt in split})
+    recorder = stack.enter_context(Recorder(config, folder, progress, tasks, run.step, offsets))
+    engine = JaxEngine(config, model_config, mesh, tokenizer.stop_ids)
+    engine.set_weights(state.params, run.policy_version)
+    training = Training(
+        config, folder, mesh, tokenizer, model_config, splits, engine,
+        graders=stack.enter_context(grader_pool(config, config.reward, folder)),
+        exam_graders=stack.enter_context(grader_pool(config, config.evaluation.reward or config.reward, folder)),
+        checkpoints=checkpoints, recorder=recorder, state=state, run=run,
+        train_step=lambda state, batch: (state, {}), reset=lambda state: state, before={},
+    )  # fmt: skip
+    compile_all(training, shardings)
+    if resumed:
+        recorder.event(run.step, "resume", checkpoint_step=run.step, metrics_offset=offsets["metrics"], events_offset=offsets["events"])
+        progress.note(f"{folder.path}: going on from the checkpoint of step {run.step}")
+    else:
+        record_start(training, cached)
+    training.before = evaluate_before(training, warm_start_s)
+    return training
+
+
+def base_model(config: ConfigDict, mesh: Mesh, progress: Progress) -> tuple[Path, bool]:
+    """The folder of the start model, and whether it was there already."""
+    if config.model.path:
+        return Path(config.model.path), True
+    source = config.copy_and_resolve_references()
+    with source.unlocked():
+        source.data.source = "reasoning_gym"  # demonstrations come from the tasks, whatever RL trains on
+    return fit.base_model(source, load_items(source), mesh, progress.phase)
+
+
+def adopt_tokenizer(base: Path, folder: RunFolder) -> None:
+    """Copies the start model's small files into the run, so that it can be resumed and sampled from without the model's folder."""
+    shutil.rmtree(folder.base_model, ignore_errors=True)
+    folder.base_model.mkdir(parents=True)
+    for file in sorted(base.iterdir()):
+        if file.is_file() and file.suffix in (".json", ".jinja", ".txt") and not file.name.endswith(".index.json"):
+            shutil.copy(file, folder.base_model / file.name)
+    warm_start = folder.base_model / "warm_start.json"
+    if warm_start.is_file():
+        warm_start.rename(folder.path / "warm_start.json")
+
+
+def abstract_params(model_config: Qwen2Config, shardings: dict[str, Any]) -> Params:
+    """Shapes of the parameters with their shardings."""
+    return {
+        name: jax.ShapeDtypeStruct(declaration.shape, "float32", sharding=shardings[name])
+        for name, declaration in hf.declarations(model_config).items()
+    }
+
+
+def grader_pool(config: ConfigDict, reward: str, folder: RunFolder) -> GraderPool:
+    """Grader processes for one reward."""
+    return GraderPool(reward, folder.base_model, config.grading.workers, config.grading.timeout_s)
+
+
+def compile_all(training: Training, shardings: TrainState) -> None:
+    """Compiles everything that the loop calls, for the only shapes that it uses."""
+    config, recorder, run = training.config, training.recorder, training.run
+    parts = {
+        "engine": lambda: training.engine.compile(training.state.params, [config.rollout.samples_per_prompt, 1]),
+        "train_step": lambda: jax.jit(
+            make_train_step(build(training.model_config, config.model.dtype), config),
+            donate_argnums=0,
+            out_shardings=(shardings, replicated(training.mesh)),
+        )
+        .lower(training.state, batch_shapes(config, training.mesh))
+        .compile(),
+        "reset": lambda: jax.jit(
+            lambda params, rest: _without_params(reset(replace(rest, params=params), config)),
+            donate_argnums=1,
+            out_shardings=replace(shardings, params={}),
+        )
+        .lower(training.state.params, replace(training.state, params={}))
+        .compile(),
+    }
+    made: dict[str, Any] = {}
+    for number, (name, make) in enumerate(parts.items()):
+        recorder.progress.phase("compiling", number, len(parts), part=name)
+        started_s = time.perf_counter()
+        made[name] = make()
+        recorder.event(run.step, "compile", name=name, time_s=round(time.perf_counter() - started_s, 2))
+    recorder.progress.phase("compiling", len(parts), len(parts))
+    training.train_step = made["train_step"]
+    # The engine is sampling with the parameters while a reset happens: they are not donated, the rest is.
+    training.reset = lambda state: replace(made["reset"](state.params, replace(state, params={})), params=state.params)
+
+
+def _without_params(state: TrainState) -> TrainState:
+    return replace(state, params={})
+
+
+def record_start(training: Training, cached: bool) -> None:
+    """The first events of a run."""
+    config, recorder, splits = training.config, training.recorder, training.splits
+    recorder.event(
+        0, "run_start", seed=config.seed, steps=config.steps, parameters=parameter_count(training.model_config), devices=len(jax.devices()),
+        versions={name: importlib.metadata.version(name) for name in VERSIONS},
+    )  # fmt: skip
+    counts = {name: len(getattr(splits, name)) for name in ("train", "validation", "held_out")}
+    removed = sum(count["duplicates"] + count["in_other_split"] for count in splits.counts.values())
+    recorder.event(0, "data", **counts, duplicates_removed=removed, fingerprint=fingerprint(splits))
+    warm_start = training.folder.path / "warm_start.json"
+    if warm_start.is_file():
+        facts = json.loads(warm_start.read_text())
+        kept = {name: facts[name] for name in ("skill_updates", "careless_updates", "solve_rate", "fingerprint")}
+        recorder.event(0, "warm_start", cached=cached, **kept)
+
+
+def evaluate_held_out(training: Training, when: str) -> dict[str, Any]:
+    """Sampled and greedy results on the held-out split: {"sampled", "greedy", "time_s"}."""
+    config, recorder = training.config, training.recorder
+    started_s = time.perf_counter()
+    results: dict[str, Any] = {}
+    for name, temperature in (("sampled", config.evaluation.temperature), ("greedy", 0.0)):
+        phase = f"evaluation {when} ({name})"
+        results[name] = evaluate(
+            training.engine, training.exam_graders, training.splits.held_out, temperature, config.evaluation.seed,
+            lambda done, total, phase=phase: recorder.progress.phase(phase, done, total),
+        )  # fmt: skip
+        rates = {task: row["solve_rate"] for task, row in results[name]["per_task"].items()}
+        shown = {"solve_rate": results[name]["solve_rate"], "mean_score": results[name]["mean_score"]}
+        recorder.event(training.run.step, "evaluation", when=when, temperature=temperature, **shown, per_task=rates)
+        recorder.progress.note(f"{phase}: solve rate {shown['solve_rate']:.3f}")
+    return results | {"time_s": time.perf_counter() - started_s}
+
+
+def evaluate_before(training: Training, warm_start_s: float) -> dict[str, Any]:
+    """The start model's result, measured once per run and kept in `evaluation_before.json`."""
+    path = training.folder.before
+    if training.run.step and path.is_file():
+        before: dict[str, Any] = json.loads(path.read_text())
+        return before
+    before = evaluate_held_out(training, "before") | {"time_warm_start_s": warm_start_s}
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(before, indent=2) + "\n")
+    temporary.rename(path)
+    return before

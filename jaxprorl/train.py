@@ -1,0 +1,202 @@
+"""The main job: train(config)."""
+
+import json
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxprorl.batch import device_batch
+from jaxprorl.compilation import no_compilation
+from jaxprorl.config import validate
+from jaxprorl.evaluation.harness import evaluate, first_per_task
+from jaxprorl.evaluation.report import write_report
+from jaxprorl.evaluation.summary import build_summary, peak_memory_bytes, write_summary
+from jaxprorl.models import hf
+from jaxprorl.resets.controller import BlindController
+from jaxprorl.rewards.pool import error_share
+from jaxprorl.rollout.collect import Rollout, RolloutBatch
+from jaxprorl.rollout.metrics import rollout_metrics
+from jaxprorl.run_folder import RunFolder, open_run
+from jaxprorl.start import Training, evaluate_held_out, start
+from jaxprorl.state import RunState, TrainState
+from jaxprorl.update import Metrics, host_metrics
+
+
+class GraderError(RuntimeError):
+    """Too many samples of a step could not be graded."""
+
+
+@dataclass
+class Step:
+    """A step whose update is on its way: what is recorded once the next rollout has been dispatched."""
+
+    number: int
+    batch: RolloutBatch
+    metrics: Metrics
+    validation: dict[str, float]
+    started_s: float
+    dispatched_s: float
+
+
+def train(config: ConfigDict) -> dict[str, Any]:
+    """Runs, or goes on with, the RL training that `config` describes.
+
+    Returns:
+        The content of `summary.json`.
+
+    Raises:
+        ConfigError, DataError, ModelError, RewardError: bad input, before long work starts.
+        GraderError: `grading.max_error_share` was exceeded.
+    """
+    validate(config)
+    folder = open_run(config)
+    summary = finished(config, folder)
+    if summary:
+        return summary
+    started_s = time.perf_counter()
+    with ExitStack() as stack:
+        training = start(config, folder, stack)
+        with no_compilation():
+            loop(training)
+        return finish(training, started_s)
+
+
+def loop(training: Training) -> None:
+    """Sample, grade, filter, advantages, K updates, swap, record: until `config.steps`."""
+    config, engine, recorder = training.config, training.engine, training.recorder
+    resets = BlindController(config.resets.every_steps)
+    state, run = training.state, training.run
+    done: Step | None = None
+    for step in range(run.step, config.steps):
+        started_s = time.perf_counter()
+        # Made, the rollout has dispatched its first decode steps; only then is the last update's result read.
+        rollout = Rollout(config, engine, training.graders, training.splits.train, run.prompts_consumed, step)
+        run = record(training, done, state, run)
+        if resets.due(step):
+            state = training.reset(state)
+            run = replace(run, resets=run.resets + 1, reference_step=step)
+            recorder.event(step, "reset", optimizer=bool(config.resets.optimizer), reason=f"every {config.resets.every_steps} steps")
+            recorder.progress.note(f"step {step}: reference reset{' with the optimizer' if config.resets.optimizer else ''}")
+
+        batch = rollout.finish()
+        check_graders(training, step, batch)
+        arrays, advantage_PN = device_batch(config, batch.trained, training.mesh)
+        dispatched_s = time.perf_counter()
+        state, metrics = training.train_step(state, arrays)
+        run = advance(run, batch)
+        engine.set_weights(state.params, run.policy_version)
+
+        recorder.rollout(step, batch, advantage_PN, training.tokenizer)
+        recorder.event(step, "swap", policy_version=run.policy_version)
+        done = Step(step, batch, metrics, validate_policy(training, step), started_s, dispatched_s)
+    training.run = record(training, done, state, run, last=True)
+    training.state = state
+
+
+def advance(run: RunState, batch: RolloutBatch) -> RunState:
+    """The bookkeeping after one rollout batch and its updates."""
+    tokens = sum(len(completion.token_ids) for group in batch.groups for completion in group.completions)
+    return replace(
+        run,
+        step=run.step + 1,
+        prompts_consumed=run.prompts_consumed + batch.positions,
+        policy_version=run.policy_version + 1,
+        completion_tokens=run.completion_tokens + tokens,
+        rollout_s=run.rollout_s + batch.rollout_s,
+    )
+
+
+def record(training: Training, done: Step | None, state: TrainState, run: RunState, last: bool = False) -> RunState:
+    """Writes the metrics of the last step (waiting for its update) and, when due, a checkpoint. Returns `run` with its clock."""
+    if done is None:
+        return run
+    update = host_metrics(done.metrics)
+    now_s = time.perf_counter()
+    values = rollout_metrics(done.batch) | update | done.validation
+    values |= {
+        "policy.version": run.policy_version - 1,
+        "reference.age_steps": done.number - run.reference_step,
+        "time.update_s": now_s - done.dispatched_s,
+        "time.step_s": now_s - done.started_s,
+    }
+    training.recorder.step(done.number, values)
+    run = replace(run, rl_s=run.rl_s + values["time.step_s"])
+    if last or run.step % training.config.checkpoint.every_steps == 0:
+        training.recorder.event(done.number, "checkpoint", checkpoint_step=run.step)
+        training.checkpoints.save(state, run, training.recorder.offsets())
+    return run
+
+
+def check_graders(training: Training, step: int, batch: RolloutBatch) -> None:
+    """Logs grader errors, warns at the cap, and stops the run when too many samples have no score."""
+    config, recorder = training.config, training.recorder
+    scores = [score for group in batch.groups for score in group.scores]
+    share = error_share(scores)
+    if share:
+        failed = [score for score in scores if score.outcome == "grader_error"]
+        recorder.event(step, "grader_errors", count=len(failed), share=share, examples=[score.detail for score in failed[:3]])
+        if share > config.grading.max_error_share:
+            raise GraderError(
+                f"step {step}: {len(failed)} of {len(scores)} samples could not be graded (first: {failed[0].detail}), more than "
+                f"grading.max_error_share = {config.grading.max_error_share}; mend the reward, or raise the field"
+            )
+    if sum(batch.kept) < config.batch.prompts:
+        recorder.event(step, "cap_reached", drawn=len(batch.groups), kept=sum(batch.kept), wanted=config.batch.prompts)
+
+
+def validate_policy(training: Training, step: int) -> dict[str, float]:
+    """The periodic validation after step `step`, as metrics; empty when none is due. Nothing in training reads it."""
+    config = training.config
+    if not config.validation.every_steps or (step + 1) % config.validation.every_steps:
+        return {}
+    prompts = first_per_task(training.splits.validation, config.validation.items_per_task)
+    result = evaluate(training.engine, training.exam_graders, prompts, config.evaluation.temperature, config.evaluation.seed)
+    rates = {task: row["solve_rate"] for task, row in result["per_task"].items()}
+    training.recorder.event(step, "validation", solve_rate=result["solve_rate"], mean_score=result["mean_score"], per_task=rates)
+    shown = {"validation.solve_rate": result["solve_rate"], "validation.mean_score": result["mean_score"]}
+    return shown | {f"validation.{task}": rate for task, rate in rates.items()}
+
+
+def finished(config: ConfigDict, folder: RunFolder) -> dict[str, Any] | None:
+    """The summary of a run that has all its steps already."""
+    if not folder.summary.is_file():
+        return None
+    summary: dict[str, Any] = json.loads(folder.summary.read_text())
+    return summary if summary["steps"] == config.steps else None
+
+
+def finish(training: Training, started_s: float) -> dict[str, Any]:
+    """Final evaluation, model folder, summary and report."""
+    config, folder, run, before = training.config, training.folder, training.run, training.before
+    after = evaluate_held_out(training, "after")
+    training.recorder.event(run.step, "run_end", steps=run.step, resets=run.resets)
+    tokenizer = training.tokenizer
+    hf.write_folder(folder.model, training.model_config, training.state.params, folder.base_model, tokenizer.stop_ids, tokenizer.pad_id)
+    training.checkpoints.wait()
+    evaluation_s = before["time_s"] + after["time_s"]
+    earlier_s = before["time_warm_start_s"] + before["time_s"] + run.rl_s
+    summary = build_summary(
+        before=before["sampled"],
+        after=after["sampled"],
+        greedy_before=before["greedy"],
+        greedy_after=after["greedy"],
+        steps=run.step,
+        resets=run.resets,
+        completion_tokens_per_s=run.completion_tokens / run.rollout_s,
+        # The total of a resumed run is what its parts took in all processes, or this process's own time if that is more.
+        seconds={
+            "warm_start": before["time_warm_start_s"],
+            "rl": run.rl_s,
+            "evaluation": evaluation_s,
+            "total": max(time.perf_counter() - started_s, earlier_s + after["time_s"]),
+        },
+        peak_memory_bytes=peak_memory_bytes(),
+        seed=config.seed,
+    )
+    write_summary(folder.path, summary)
+    write_report(folder.path)
+    return summary

@@ -1,0 +1,47 @@
+"""Trains: python launch/train.py --config=configs/quickstart.py [--config.FIELD=VALUE ...]
+
+Every field is in configs/base.py. A run that was stopped goes on from its last checkpoint when the same command is given again.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from jaxprorl import config as config_module
+from jaxprorl.errors import DataError
+from jaxprorl.rewards.registry import RewardError
+
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: 0 done, 2 bad input (one line on stderr), 130 interrupted."""
+    try:
+        config = config_module.load(argv)
+        config_module.validate(config)
+    except (config_module.ConfigError, RewardError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+    from jaxprorl.checkpoint import CheckpointError
+    from jaxprorl.models.hf import ModelError
+    from jaxprorl.monitoring.progress import before_after_text
+    from jaxprorl.train import GraderError, train
+
+    try:
+        summary = train(config)
+    except (config_module.ConfigError, DataError, ModelError, RewardError, CheckpointError, GraderError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from the last checkpoint", file=sys.stderr)
+        return INTERRUPTED
+    greedy = summary["greedy"]
+    print(before_after_text(summary["before"], summary["after"], greedy["before"], greedy["after"]))
+    print(f"{summary['steps']} steps are done; report: {Path(config.runs_dir) / config.run_name / 'report.html'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -13,7 +13,7 @@ def get_config() -> ConfigDict:
     """The quickstart: base.py with these fields changed."""
     c = base.get_config()
     c.run_name = "quickstart"
-    c.steps = 80
+    c.steps = 100
     c.data.tasks.chain_sum = ConfigDict({"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1})
     c.data.tasks.spell_backward = ConfigDict({"min_word_len": 4, "max_word_len": 7})
     c.data.tasks.number_filtering = ConfigDict(
@@ -24,5 +24,5 @@ def get_config() -> ConfigDict:
     )
     c.optimizer.learning_rate = 3e-4  # constant, as in the paper; larger because the model is 4000 times smaller
     c.optimizer.warmup_updates = 8
-    c.resets.every_steps = 40
+    c.resets.every_steps = 50
     return c

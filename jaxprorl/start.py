@@ -57,6 +57,7 @@ class Training:
     train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
     reset: Callable[[TrainState], TrainState]
     before: dict[str, Any]
+    recorded_s: float = 0.0  # clock when the last step's metrics were complete
 
 
 def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:

@@ -38,7 +38,6 @@ class Step:
     batch: RolloutBatch
     metrics: Metrics
     validation: dict[str, float]
-    started_s: float
     dispatched_s: float
 
 
@@ -66,13 +65,13 @@ def train(config: ConfigDict) -> dict[str, Any]:
 
 
 def loop(training: Training) -> None:
-    """Sample, grade, filter, advantages, K updates, swap, record: until `config.steps`."""
+    """Sample, grade, filter, advantages, K updates, swap, record: until `config.steps` (design: README, "The road")."""
     config, engine, recorder = training.config, training.engine, training.recorder
     resets = BlindController(config.resets.every_steps)
     state, run = training.state, training.run
     done: Step | None = None
+    training.recorded_s = time.perf_counter()
     for step in range(run.step, config.steps):
-        started_s = time.perf_counter()
         # Made, the rollout has dispatched its first decode steps; only then is the last update's result read.
         rollout = Rollout(config, engine, training.graders, training.splits.train, run.prompts_consumed, step)
         run = record(training, done, state, run)
@@ -92,7 +91,7 @@ def loop(training: Training) -> None:
 
         recorder.rollout(step, batch, advantage_PN, training.tokenizer)
         recorder.event(step, "swap", policy_version=run.policy_version)
-        done = Step(step, batch, metrics, validate_policy(training, step), started_s, dispatched_s)
+        done = Step(step, batch, metrics, validate_policy(training, step), dispatched_s)
     training.run = record(training, done, state, run, last=True)
     training.state = state
 
@@ -121,8 +120,9 @@ def record(training: Training, done: Step | None, state: TrainState, run: RunSta
         "policy.version": run.policy_version - 1,
         "reference.age_steps": done.number - run.reference_step,
         "time.update_s": now_s - done.dispatched_s,
-        "time.step_s": now_s - done.started_s,
+        "time.step_s": now_s - training.recorded_s,
     }
+    training.recorded_s = now_s
     training.recorder.step(done.number, values)
     run = replace(run, rl_s=run.rl_s + values["time.step_s"])
     if last or run.step % training.config.checkpoint.every_steps == 0:

@@ -28,7 +28,7 @@ class RolloutBatch:
         refills: prompts drawn in each refill round.
         first_position: position of the first drawn prompt in the prompt order.
         positions: places of the prompt order used up.
-        rollout_s: seconds from the first dispatch to the last score.
+        rollout_s: seconds from the end of the last update to the last score.
         grading_wait_s: of those, waiting for graders while the engine was idle.
     """
 
@@ -54,7 +54,6 @@ class Rollout:
         self._config, self._engine, self._graders, self._prompts = config, engine, graders, prompts
         self._sampling = Sampling(config.rollout.samples_per_prompt, config.rollout.temperature, config.seed, step)
         self._batch = RolloutBatch(first_position=position)
-        self._started_s = time.perf_counter()
         self._drawn, self._stream = self._draw(config.batch.prompts)
 
     def _draw(self, count: int) -> tuple[list[Prompt], Iterator[Completion]]:
@@ -75,6 +74,7 @@ class Rollout:
 
     def finish(self) -> RolloutBatch:
         """Waits for the completions, and refills while groups are missing and the cap allows."""
+        started_s = time.perf_counter()
         batch, wanted = self._batch, self._config.batch.prompts
         cap = int(wanted * self._config.batch.max_drawn_factor)
         while True:
@@ -87,7 +87,7 @@ class Rollout:
             self._drawn, self._stream = self._draw(refill)
         rank = np.cumsum(batch.has_spread)
         batch.kept = [bool(spread and place <= wanted) for spread, place in zip(batch.has_spread, rank, strict=True)]
-        batch.rollout_s = time.perf_counter() - self._started_s
+        batch.rollout_s = time.perf_counter() - started_s
         return batch
 
     def _take(self) -> None:

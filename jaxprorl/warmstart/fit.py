@@ -108,17 +108,17 @@ def fit(
     history: list[dict[str, Any]] = []
     weights = dict.fromkeys(clean, 1.0)
     with GraderPool(GATE_REWARD, tokenizer.path, config.grading.workers, config.grading.timeout_s) as graders:
-        total = config.warmstart.skill_updates
+        planned, total = config.warmstart.skill_updates, config.warmstart.max_skill_updates
         stream = _Stream(clean, {}, 0.0, [config.seed, 1])
-        trainer.restart(optax.linear_schedule(0.0, config.warmstart.learning_rate, config.warmstart.warmup_updates))
+        trainer.restart(skill_schedule(config))
         while trainer.updates < total:
             goal = min(total, trainer.updates + config.warmstart.gate_every_updates)
             loss = trainer.run(stream, weights, goal - trainer.updates)
             result = check(trainer.updates)
             rates = {task: row["solve_rate"] for task, row in result["per_task"].items()}
             history.append({"updates": trainer.updates, "loss": loss, "solve_rate": result["solve_rate"], "per_task": rates})
-            report("warm start: skill", trainer.updates, total, loss=loss, **rates)
-            if min(rates.values()) >= config.warmstart.gate_solve_rate:
+            report("warm start: skill", trainer.updates, planned, loss=loss, **rates)
+            if trainer.updates >= planned and min(rates.values()) >= config.warmstart.gate_solve_rate:
                 break
             weights = {task: max(MIN_TASK_WEIGHT, 1.0 - rate) for task, rate in rates.items()}
         skill_updates, skill = trainer.updates, result["solve_rate"]
@@ -172,6 +172,14 @@ def demonstrations(
         ):
             target.setdefault(item.task, []).append(Sample(prompt_ids, np.array(tokenizer.encode(text) + stop, np.int32)))
     return clean, careless
+
+
+def skill_schedule(config: ConfigDict) -> optax.Schedule:
+    """Learning rate of phase 1: linear warm-up, linear decay to a tenth over `skill_updates`, then constant until the gate opens."""
+    peak, warmup, planned = config.warmstart.learning_rate, config.warmstart.warmup_updates, config.warmstart.skill_updates
+    rise = optax.linear_schedule(0.0, peak, warmup)
+    fall = optax.linear_schedule(peak, peak / 10, max(1, planned - warmup))
+    return optax.join_schedules([rise, fall], [warmup])
 
 
 class _Stream:

@@ -70,7 +70,7 @@ def get_config() -> ConfigDict:
     c.batch = ConfigDict()
     c.batch.prompts = 32  # kept groups wanted per step (ProRL: 256)
     c.batch.max_drawn_factor = 2.0  # prompts drawn per step at most, as a multiple of `prompts`; then train on what there is
-    c.batch.refill_prompts = 16  # prompts drawn per refill round
+    c.batch.refill_prompts = 32  # prompts drawn per refill round; best a multiple of the prompts that fill rollout.slots
     c.batch.updates = 4  # optimizer updates per rollout batch (ProRL section 3.2: 256 / 64)
     c.batch.row_tokens = 96  # sequences are packed into rows of this length
     c.batch.micro_batch_rows = 16  # rows per forward-backward; all devices together

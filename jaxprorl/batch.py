@@ -24,7 +24,7 @@ def micro_batches_per_update(config: ConfigDict) -> int:
     return -(-groups * config.rollout.samples_per_prompt // config.batch.micro_batch_rows)
 
 
-def batch_shapes(config: ConfigDict, mesh: Mesh) -> Batch:
+def batch_shapes(config: ConfigDict, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and shardings of a batch, for compilation: [U, M, B, S] arrays and `micro_batches` [U]."""
     shape = (config.batch.updates, micro_batches_per_update(config), config.batch.micro_batch_rows, config.batch.row_tokens)
     rows = batch_sharding(mesh, leading=2)
@@ -44,7 +44,7 @@ def host_batch(config: ConfigDict, groups: Sequence[Group], advantage_PN: np.nda
     capacity = micro_batches_per_update(config)
     mini_batches, used = [], []
     for chosen in np.array_split(np.arange(len(groups)), updates):
-        samples = [sample for index in chosen for sample in _samples(groups[index], advantage_PN[index])]
+        samples = [sample for index in chosen for sample in _samples(groups[int(index)], advantage_PN[index])]
         layout = assign_rows([sample.tokens for sample in samples], row_tokens)
         packed = pack(samples, layout, capacity * rows, row_tokens, PER_TOKEN)
         mini_batches.append({name: value.reshape(capacity, rows, row_tokens) for name, value in packed.items()})

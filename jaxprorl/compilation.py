@@ -19,7 +19,9 @@ class _Refuse(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
         if message.startswith("Compiling"):
-            raise CompilationError(f"compilation inside the training loop: {message}. Shapes in the loop are fixed; compile this one before it")
+            raise CompilationError(
+                f"compilation inside the training loop: {message}. Shapes in the loop are fixed; compile this one before it"
+            )
 
 
 @contextlib.contextmanager

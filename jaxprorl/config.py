@@ -11,7 +11,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from jaxprorl.rewards import registry
+from jaxprorl.rewards import puzzles, registry
 from jaxprorl.sharding.strategies import STRATEGIES
 
 
@@ -52,7 +52,7 @@ def validate(config: ConfigDict) -> None:
         ConfigError: the first field that cannot work.
         RewardError: the reward cannot be loaded.
     """
-    for check in (_check_numbers, _check_choices, _check_shapes):
+    for check in (_check_numbers, _check_choices, _check_tasks, _check_shapes):
         check(config)
     for field in ("reward", "evaluation.reward"):
         spec = config.reward if field == "reward" else config.evaluation.reward or config.reward
@@ -130,8 +130,15 @@ def _check_numbers(config: ConfigDict) -> None:
         value = field_value(config, field)
         _require(0 <= value <= 1, field, value, "must lie between 0 and 1")
     _require(config.algorithm.clip_high > 0, "algorithm.clip_high", config.algorithm.clip_high, "must be greater than 0")
-    _require(config.optimizer.b1 < 1 and config.optimizer.b2 < 1, "optimizer.b1, b2", (config.optimizer.b1, config.optimizer.b2), "must be below 1")
-    _require(config.batch.max_drawn_factor >= 1, "batch.max_drawn_factor", config.batch.max_drawn_factor, "must be 1 or more (1 = no refill)")
+    _require(
+        config.optimizer.b1 < 1 and config.optimizer.b2 < 1,
+        "optimizer.b1, b2",
+        (config.optimizer.b1, config.optimizer.b2),
+        "must be below 1",
+    )
+    _require(
+        config.batch.max_drawn_factor >= 1, "batch.max_drawn_factor", config.batch.max_drawn_factor, "must be 1 or more (1 = no refill)"
+    )
     n = config.rollout.samples_per_prompt
     _require(n >= 2, "rollout.samples_per_prompt", n, "group-relative advantages need at least 2 samples per prompt")
 
@@ -141,14 +148,34 @@ def _check_choices(config: ConfigDict) -> None:
         value = field_value(config, field)
         _require(value in choices, field, value, f"choose one of {', '.join(choices)}")
     name = config.run_name
-    _require(bool(re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name)), "run_name", name, "use letters, digits, '.', '_' and '-' (it names a folder)")
+    _require(
+        bool(re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name)), "run_name", name, "use letters, digits, '.', '_' and '-' (it names a folder)"
+    )
     path = config.model.path
-    _require(not path or Path(path).is_dir(), "model.path", path, "no such folder; name a Hugging Face model folder, or leave it empty for a warm start")
+    _require(
+        not path or Path(path).is_dir(),
+        "model.path",
+        path,
+        "no such folder; name a Hugging Face model folder, or leave it empty for a warm start",
+    )
     source = config.data.source
     jsonl = source.startswith("jsonl:")
     _require(source == "reasoning_gym" or jsonl, "data.source", source, "use 'reasoning_gym' or 'jsonl:PATH'")
     _require(not jsonl or Path(source[6:]).is_file(), "data.source", source, "no such file")
-    _require(bool(config.data.tasks) or (jsonl and bool(path)), "data.tasks", {}, "name at least one reasoning-gym task (for the data or the warm start)")
+    _require(
+        bool(config.data.tasks) or (jsonl and bool(path)),
+        "data.tasks",
+        {},
+        "name at least one reasoning-gym task (for the data or the warm start)",
+    )
+
+
+def _check_tasks(config: ConfigDict) -> None:
+    for task in config.data.tasks:
+        try:
+            puzzles.check_task(task)
+        except ValueError as error:
+            raise ConfigError(f"data.tasks.{task}: {error}") from None
 
 
 def _check_shapes(config: ConfigDict) -> None:

@@ -26,6 +26,7 @@ class Sample:
 
     @property
     def tokens(self) -> int:
+        """Length of the whole sequence."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 
@@ -41,11 +42,8 @@ def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     rows: list[list[int]] = []
     free: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        for row, space in enumerate(free):
-            if lengths[index] <= space:
-                break
-        else:
-            row = len(rows)
+        row = next((row for row, space in enumerate(free) if lengths[index] <= space), len(rows))
+        if row == len(rows):
             rows.append([])
             free.append(row_tokens)
         rows[row].append(index)

@@ -20,42 +20,52 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
+        """The resolved config."""
         return self.path / "config.json"
 
     @property
     def metrics(self) -> Path:
+        """One line of numbers per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def events(self) -> Path:
+        """One line per decision."""
         return self.path / "events.jsonl"
 
     @property
     def samples(self) -> Path:
+        """One Parquet file per step."""
         return self.path / "samples"
 
     @property
     def checkpoints(self) -> Path:
+        """Orbax checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def tensorboard(self) -> Path:
+        """Derived from metrics and events."""
         return self.path / "tensorboard"
 
     @property
     def base_model(self) -> Path:
+        """Tokenizer, template and config.json of the start model."""
         return self.path / "base_model"
 
     @property
     def model(self) -> Path:
+        """The trained model, an ordinary Hugging Face folder."""
         return self.path / "model"
 
     @property
     def before(self) -> Path:
+        """Held-out result of the start model."""
         return self.path / "evaluation_before.json"
 
     @property
     def summary(self) -> Path:
+        """What a finished run reached."""
         return self.path / "summary.json"
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,14 @@ from jaxprorl.data.splits import Splits, fingerprint, load_items, load_splits
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.evaluation.harness import evaluate
 from jaxprorl.models import hf
-from jaxprorl.models.qwen2 import Params, Qwen2Config, build, parameter_count
+from jaxprorl.models.qwen2 import Qwen2Config, build, declarations, parameter_count
 from jaxprorl.monitoring.progress import Progress
 from jaxprorl.monitoring.recorder import NO_LINES, Recorder
 from jaxprorl.resets.optimizer import reset
 from jaxprorl.rewards.pool import GraderPool
 from jaxprorl.rollout.jax_engine import JaxEngine
 from jaxprorl.run_folder import RunFolder
-from jaxprorl.sharding.mesh import make_mesh, param_shardings, replicated, set_cpu_devices
+from jaxprorl.sharding.mesh import make_mesh, replicated, set_cpu_devices
 from jaxprorl.state import RunState, TrainState, abstract_state, start_state, state_shardings
 from jaxprorl.update import Batch, Metrics, make_train_step
 from jaxprorl.warmstart import fit
@@ -66,13 +67,13 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
     Raises:
         ConfigError, DataError, ModelError, RewardError, CheckpointError: before any long work where that is possible.
     """
-    set_cpu_devices(config)
-    use_compilation_cache(Path(config.cache_dir) / "xla")
-    mesh = make_mesh(config.mesh.strategy)
+    mesh = prepare_devices(config)
     progress = stack.enter_context(Progress(config.steps, config.monitoring.progress))
     items = load_items(config)
     if len(items.train) < config.batch.prompts:
-        raise ConfigError(f"batch.prompts = {config.batch.prompts}: the train split holds {len(items.train)} prompts only; lower it, or add data")
+        raise ConfigError(
+            f"batch.prompts = {config.batch.prompts}: the train split holds {len(items.train)} prompts only; lower it, or add data"
+        )
     checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
     resumed = checkpoints.latest_step() is not None
     warm_start_s, cached = 0.0, True
@@ -90,7 +91,9 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         abstract = abstract_state(config, abstract_params(model_config, shardings.params), shardings)
         state, run, offsets = checkpoints.restore(abstract)
         if run.step > config.steps:
-            raise ConfigError(f"steps = {config.steps}: {folder.path} has {run.step} steps already; ask for more, or choose another --config.run_name")
+            raise ConfigError(
+                f"steps = {config.steps}: {folder.path} has {run.step} steps already; ask for more, or choose another --config.run_name"
+            )
     else:
         params = hf.read_params(base, model_config, shardings.params)
         state, run, offsets = start_state(config, params, shardings), RunState(), NO_LINES
@@ -115,6 +118,13 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
     return training
 
 
+def prepare_devices(config: ConfigDict) -> Mesh:
+    """The mesh, with host devices and the compilation cache set up; before anything else touches JAX."""
+    set_cpu_devices(config)
+    use_compilation_cache(Path(config.cache_dir) / "xla")
+    return make_mesh(config.mesh.strategy)
+
+
 def base_model(config: ConfigDict, mesh: Mesh, progress: Progress) -> tuple[Path, bool]:
     """The folder of the start model, and whether it was there already."""
     if config.model.path:
@@ -137,11 +147,11 @@ def adopt_tokenizer(base: Path, folder: RunFolder) -> None:
         warm_start.rename(folder.path / "warm_start.json")
 
 
-def abstract_params(model_config: Qwen2Config, shardings: dict[str, Any]) -> Params:
+def abstract_params(model_config: Qwen2Config, shardings: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of the parameters with their shardings."""
     return {
         name: jax.ShapeDtypeStruct(declaration.shape, "float32", sharding=shardings[name])
-        for name, declaration in hf.declarations(model_config).items()
+        for name, declaration in declarations(model_config).items()
     }
 
 
@@ -155,20 +165,24 @@ def compile_all(training: Training, shardings: TrainState) -> None:
     config, recorder, run = training.config, training.recorder, training.run
     parts = {
         "engine": lambda: training.engine.compile(training.state.params, [config.rollout.samples_per_prompt, 1]),
-        "train_step": lambda: jax.jit(
-            make_train_step(build(training.model_config, config.model.dtype), config),
-            donate_argnums=0,
-            out_shardings=(shardings, replicated(training.mesh)),
-        )
-        .lower(training.state, batch_shapes(config, training.mesh))
-        .compile(),
-        "reset": lambda: jax.jit(
-            lambda params, rest: _without_params(reset(replace(rest, params=params), config)),
-            donate_argnums=1,
-            out_shardings=replace(shardings, params={}),
-        )
-        .lower(training.state.params, replace(training.state, params={}))
-        .compile(),
+        "train_step": lambda: (
+            jax.jit(
+                make_train_step(build(training.model_config, config.model.dtype), config),
+                donate_argnums=0,
+                out_shardings=(shardings, replicated(training.mesh)),
+            )
+            .lower(training.state, batch_shapes(config, training.mesh))
+            .compile()
+        ),
+        "reset": lambda: (
+            jax.jit(
+                lambda params, rest: _without_params(reset(replace(rest, params=params), config)),
+                donate_argnums=1,
+                out_shardings=replace(shardings, params={}),
+            )
+            .lower(training.state.params, replace(training.state, params={}))
+            .compile()
+        ),
     }
     made: dict[str, Any] = {}
     for number, (name, make) in enumerate(parts.items()):
@@ -210,10 +224,9 @@ def evaluate_held_out(training: Training, when: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, temperature in (("sampled", config.evaluation.temperature), ("greedy", 0.0)):
         phase = f"evaluation {when} ({name})"
-        results[name] = evaluate(
-            training.engine, training.exam_graders, training.splits.held_out, temperature, config.evaluation.seed,
-            lambda done, total, phase=phase: recorder.progress.phase(phase, done, total),
-        )  # fmt: skip
+        show = partial(recorder.progress.phase, phase)
+        prompts = training.splits.held_out
+        results[name] = evaluate(training.engine, training.exam_graders, prompts, temperature, config.evaluation.seed, show)
         rates = {task: row["solve_rate"] for task, row in results[name]["per_task"].items()}
         shown = {"solve_rate": results[name]["solve_rate"], "mean_score": results[name]["mean_score"]}
         recorder.event(training.run.step, "evaluation", when=when, temperature=temperature, **shown, per_task=rates)

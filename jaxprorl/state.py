@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -16,11 +15,11 @@ from jaxprorl.sharding.mesh import like_params, param_shardings
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Device arrays. `reference` is a copy of the policy in its dtype, sharded like it."""
+    """Device arrays (or a tree of their shapes or shardings). `reference` is a copy of the policy in its dtype, sharded like it."""
 
-    params: Params
-    reference: Params
-    opt_state: optax.OptState
+    params: Any  # Params, or shapes or shardings of them
+    reference: Any
+    opt_state: Any  # optax.OptState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +65,7 @@ def start_state(config: ConfigDict, params: Params, shardings: TrainState) -> Tr
     return jax.jit(start, out_shardings=shardings)(params)
 
 
-def abstract_state(config: ConfigDict, params: Params, shardings: TrainState) -> Any:
+def abstract_state(config: ConfigDict, params: Any, shardings: TrainState) -> Any:
     """Shapes, dtypes and target shardings of a TrainState, as compilation and restoring need them."""
     shapes = jax.eval_shape(lambda p: TrainState(p, p, make_optimizer(config).init(p)), params)
     return jax.tree.map(lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes, shardings)

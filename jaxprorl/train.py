@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 from ml_collections import ConfigDict
 
 from jaxprorl.batch import device_batch

@@ -26,6 +26,6 @@ def k2(logp_BS: jax.Array, reference_logp_BS: jax.Array) -> jax.Array:
 
 
 def k3(logp_BS: jax.Array, reference_logp_BS: jax.Array) -> jax.Array:
-    """reference / policy - 1 - log(reference / policy)."""
+    """Reference / policy - 1 - log(reference / policy)."""
     x_BS = _log_ratio(logp_BS, reference_logp_BS)
     return jnp.expm1(x_BS) - x_BS

@@ -1,7 +1,7 @@
 """A tokenizer from an ordinary Hugging Face folder, without transformers."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class Tokenizer:
         """Ids of `text` as it stands: nothing is added in front or behind, special tokens in it are recognised."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
+    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Text of `ids`; `skip_special` leaves out tokens marked special (tags such as `<think>` are not)."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 

@@ -106,7 +106,9 @@ def read_params(folder: str | Path, c: Qwen2Config, shardings: Mapping[str, Any]
     wanted = {key for declaration in table.values() for key in hf_keys(declaration)}
     missing, left_over = sorted(wanted - set(where)), sorted(set(where) - wanted)
     if missing or left_over:
-        raise ModelError(f"{folder}: missing tensors {missing[:8]}, unknown tensors {left_over[:8]} (tie_word_embeddings = {c.tie_word_embeddings})")
+        raise ModelError(
+            f"{folder}: missing tensors {missing[:8]}, unknown tensors {left_over[:8]} (tie_word_embeddings = {c.tie_word_embeddings})"
+        )
     params = {}
     for name, declaration in table.items():
         parts = []
@@ -124,7 +126,9 @@ def read_params(folder: str | Path, c: Qwen2Config, shardings: Mapping[str, Any]
     return params
 
 
-def write_folder(folder: str | Path, c: Qwen2Config, params: Params, tokenizer_folder: str | Path, stop_ids: tuple[int, ...], pad_id: int) -> None:
+def write_folder(
+    folder: str | Path, c: Qwen2Config, params: Params, tokenizer_folder: str | Path, stop_ids: tuple[int, ...], pad_id: int
+) -> None:
     """Writes an ordinary model folder (float32): written beside the target, then renamed into place."""
     target = Path(folder)
     aside = target.with_name(f"{target.name}.writing")

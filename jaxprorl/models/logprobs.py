@@ -36,9 +36,7 @@ def token_log_probs(
     return join(logp), join(entropy)
 
 
-def _chunk(
-    hidden_BSD: jax.Array, head_VD: jax.Array, targets_BS: jax.Array, temperature: float | jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _chunk(hidden_BSD: jax.Array, head_VD: jax.Array, targets_BS: jax.Array, temperature: float | jax.Array) -> tuple[jax.Array, jax.Array]:
     batch, size, width = hidden_BSD.shape
     accumulate = jnp.promote_types(hidden_BSD.dtype, jnp.float32)
     logits_NV = jnp.dot(hidden_BSD.reshape(-1, width), head_VD.T, preferred_element_type=accumulate) / temperature

@@ -100,6 +100,10 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.A
 class Qwen2(nnx.Module):
     """The model. Split once into a graph definition and a plain dict of arrays; see `build`."""
 
+    embed: nnx.Param
+    final_norm: nnx.Param
+    lm_head: nnx.Param
+
     def __init__(self, config: Qwen2Config, rngs: nnx.Rngs, dtype: str = "float32"):
         self.config = config
         self.dtype = dtype

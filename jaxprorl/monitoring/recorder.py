@@ -25,7 +25,9 @@ class Recorder:
         offsets: bytes of each log that belong to the steps before it.
     """
 
-    def __init__(self, config: ConfigDict, folder: RunFolder, progress: Progress, tasks: Collection[str], step: int, offsets: Mapping[str, int]):
+    def __init__(
+        self, config: ConfigDict, folder: RunFolder, progress: Progress, tasks: Collection[str], step: int, offsets: Mapping[str, int]
+    ):
         for module, path, name in ((metrics, folder.metrics, "metrics"), (events, folder.events, "events")):
             if path.exists():
                 module.truncate(path, offsets[name])

@@ -64,14 +64,18 @@ def param_shardings(model_config: Qwen2Config, mesh: Mesh, strategy: str) -> dic
         spec = partition_spec(declaration.axes, STRATEGIES[strategy])
         for size, axis in zip(declaration.shape, spec, strict=True):
             if axis is not None and size % mesh.shape[axis]:
-                raise ValueError(f"mesh.strategy = {strategy!r} splits {name} {declaration.shape} over {mesh.shape[axis]} devices along"
-                                 f" a dimension of {size}; use a device count that divides it, or another strategy")
+                raise ValueError(
+                    f"mesh.strategy = {strategy!r} splits {name} {declaration.shape} over {mesh.shape[axis]} devices along"
+                    f" a dimension of {size}; use a device count that divides it, or another strategy"
+                )
         shardings[name] = NamedSharding(mesh, spec)
     return shardings
 
 
 def like_params(tree: Any, params: Any, shardings: Any, mesh: Mesh) -> Any:
     """Shardings for an optimizer state: subtrees shaped like the parameters follow them, everything else is replicated."""
-    structure = jax.tree.structure(params)
-    follows = lambda node: jax.tree.structure(node) == structure  # noqa: E731
+
+    def follows(node: Any) -> bool:
+        return isinstance(node, dict) and node.keys() == params.keys()
+
     return jax.tree.map(lambda node: shardings if follows(node) else replicated(mesh), tree, is_leaf=follows)

@@ -9,7 +9,7 @@ No decision reads a clock; the gate counts updates.
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from jaxprorl.models.qwen2 import Params, Qwen2Config, build, init_params, param
 from jaxprorl.packing import Sample, pack
 from jaxprorl.rewards.pool import GraderPool
 from jaxprorl.rollout.jax_engine import JaxEngine
-from jaxprorl.sharding.mesh import batch_sharding, param_shardings, replicated
+from jaxprorl.sharding.mesh import batch_sharding, param_shardings
 from jaxprorl.warmstart import solutions
 from jaxprorl.warmstart.tokenizer import build_tokenizer
 
@@ -224,7 +224,9 @@ class _Trainer:
         for start in range(0, updates, UPDATES_PER_DISPATCH):
             batches = [self._fill(stream, weights) for _ in range(min(UPDATES_PER_DISPATCH, updates - start))]
             rows = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
-            self.params, self._opt_state, losses = self._step(self.params, self._opt_state, jax.device_put(rows, batch_sharding(self._mesh, 1)))
+            self.params, self._opt_state, losses = self._step(
+                self.params, self._opt_state, jax.device_put(rows, batch_sharding(self._mesh, 1))
+            )
             self.updates += len(batches)
             loss = losses
         return float(np.mean(jax.device_get(loss)))

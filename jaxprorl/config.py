@@ -26,7 +26,7 @@ def load(argv: Sequence[str]) -> ConfigDict:
         ConfigError: no such file, unknown field, value of the wrong type.
     """
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, "experiment file", flag_values=values, lock_config=True)
+    config_flags.DEFINE_config_file("config", None, "experiment file", flag_values=values, lock_config=True, sys_argv=["train", *argv])
     named = [argument for argument in argv if argument == "--config" or argument.startswith("--config=")]
     if not named:
         raise ConfigError("--config is missing: name an experiment file, e.g. --config=configs/quickstart.py")

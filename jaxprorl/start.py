@@ -19,7 +19,7 @@ from jaxprorl.batch import batch_shapes
 from jaxprorl.checkpoint import Checkpoints
 from jaxprorl.compilation import use_compilation_cache
 from jaxprorl.config import ConfigError
-from jaxprorl.data.splits import Splits, fingerprint, load_items, load_splits
+from jaxprorl.data.splits import Items, Splits, fingerprint, load_items, load_splits
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.evaluation.harness import evaluate
 from jaxprorl.models import hf
@@ -79,7 +79,7 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
     warm_start_s, cached = 0.0, True
     if not resumed:
         started_s = time.perf_counter()
-        base, cached = base_model(config, mesh, progress)
+        base, cached = base_model(config, mesh, progress, items)
         warm_start_s = time.perf_counter() - started_s
         adopt_tokenizer(base, folder)
     tokenizer = load_tokenizer(folder.base_model)
@@ -125,14 +125,16 @@ def prepare_devices(config: ConfigDict) -> Mesh:
     return make_mesh(config.mesh.strategy)
 
 
-def base_model(config: ConfigDict, mesh: Mesh, progress: Progress) -> tuple[Path, bool]:
-    """The folder of the start model, and whether it was there already."""
+def base_model(config: ConfigDict, mesh: Mesh, progress: Progress, items: Items | None = None) -> tuple[Path, bool]:
+    """The folder of the start model, and whether it was there already. `items` of `config.data` save drawing them again."""
     if config.model.path:
         return Path(config.model.path), True
     source = config.copy_and_resolve_references()
     with source.unlocked():
         source.data.source = "reasoning_gym"  # demonstrations come from the tasks, whatever RL trains on
-    return fit.base_model(source, load_items(source), mesh, progress.phase)
+    if items is None or source.data.source != config.data.source:
+        items = load_items(source)
+    return fit.base_model(source, items, mesh, progress.phase)
 
 
 def adopt_tokenizer(base: Path, folder: RunFolder) -> None:

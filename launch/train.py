@@ -3,16 +3,28 @@
 Every field is in configs/base.py. A run that was stopped goes on from its last checkpoint when the same command is given again.
 """
 
+import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+
+
+def stop_now(signum: int, frame: FrameType | None) -> None:
+    """Ctrl-C while libraries are imported: nothing is open yet, and as an exception one of them might swallow it."""
+    os.write(2, b"interrupted before anything was started\n")
+    os._exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, stop_now)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxprorl import config as config_module
 from jaxprorl.errors import DataError
 from jaxprorl.rewards.registry import RewardError
-
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 
 
 def main(argv: list[str]) -> int:
@@ -30,6 +42,7 @@ def main(argv: list[str]) -> int:
     from jaxprorl.train import GraderError, train
 
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         summary = train(config)
     except (config_module.ConfigError, DataError, ModelError, RewardError, CheckpointError, GraderError) as error:
         print(f"error: {error}", file=sys.stderr)

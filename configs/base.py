@@ -47,11 +47,11 @@ def get_config() -> ConfigDict:
     c.warmstart.row_tokens = 96  # packed row length
     c.warmstart.learning_rate = 3e-3  # AdamW; after the warm-up it falls linearly to a tenth over `skill_updates`
     c.warmstart.warmup_updates = 50
-    c.warmstart.skill_updates = 2400  # phase 1, clean worked solutions
-    c.warmstart.max_skill_updates = 4000  # phase 1 goes on to here at most while the gate stays shut
+    c.warmstart.skill_updates = 3200  # phase 1, clean worked solutions
+    c.warmstart.max_skill_updates = 4800  # phase 1 goes on to here at most while the gate stays shut
     c.warmstart.gate_every_updates = 400  # validation check, also sets task weights
     c.warmstart.gate_items_per_task = 100  # validation items sampled per check
-    c.warmstart.gate_solve_rate = 0.55  # phase 1 ends, once planned to, when every task reaches this at T = 1
+    c.warmstart.gate_solve_rate = 0.65  # phase 1 ends, once planned to, when every task reaches this at T = 1
     c.warmstart.careless_updates = 80  # phase 2, careless answers mixed in
     c.warmstart.careless_share = 0.62  # share of demonstrations without work and with a wrong answer
     c.warmstart.careless_learning_rate = 1e-3  # falls linearly to a tenth

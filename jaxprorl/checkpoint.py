@@ -11,6 +11,7 @@ from typing import Any, Self
 import jax
 import orbax.checkpoint as ocp
 
+from jaxprorl.models.qwen2 import Params
 from jaxprorl.state import RunState, TrainState
 
 SCHEMA = 1  # raise it when the content of a checkpoint changes meaning
@@ -55,13 +56,23 @@ class Checkpoints:
         Raises:
             CheckpointError: there is none, it is of another schema, or it does not fit the model.
         """
+        state, run, offsets = self._restore(abstract, partial=False)
+        return state, run, offsets
+
+    def restore_params(self, abstract: Any) -> tuple[Params, RunState]:
+        """The policy alone of the newest checkpoint: a third of the memory or less. Raises as `restore` does."""
+        state, run, _ = self._restore({"params": abstract}, partial=True)
+        return state["params"], run
+
+    def _restore(self, abstract: Any, partial: bool) -> tuple[Any, RunState, dict[str, int]]:
         step = self.latest_step()
         if step is None:
             raise CheckpointError(f"{self._manager.directory} holds no checkpoint")
         host: Any = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore())).host
         if host["schema"] != SCHEMA:
             raise CheckpointError(f"checkpoint step {step} has schema {host['schema']}, this version reads {SCHEMA}")
-        target = ocp.args.PyTreeRestore(abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract))
+        restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+        target = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=partial)
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(state=target))
         except (ValueError, KeyError, FileNotFoundError) as error:

@@ -11,6 +11,8 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from jaxprorl.data import reasoning_gym
+from jaxprorl.errors import DataError
 from jaxprorl.rewards import puzzles, registry
 from jaxprorl.sharding.strategies import STRATEGIES
 
@@ -27,11 +29,11 @@ def load(argv: Sequence[str]) -> ConfigDict:
     """
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", None, "experiment file", flag_values=values, lock_config=True, sys_argv=["train", *argv])
-    named = [argument for argument in argv if argument == "--config" or argument.startswith("--config=")]
+    named = [argument for argument in argv if argument.startswith("--config=")]
     if not named:
         raise ConfigError("--config is missing: name an experiment file, e.g. --config=configs/quickstart.py")
-    path = Path(named[-1].partition("=")[2])
-    if not path.is_file():
+    path = named[-1].removeprefix("--config=").split(":")[0]  # FILE:ARGUMENT calls get_config(ARGUMENT)
+    if not Path(path).is_file():
         raise ConfigError(f"--config={path}: no such file; the shipped experiments are in configs/")
     try:
         with contextlib.redirect_stderr(io.StringIO()):
@@ -50,9 +52,8 @@ def validate(config: ConfigDict) -> None:
 
     Raises:
         ConfigError: the first field that cannot work.
-        RewardError: the reward cannot be loaded.
     """
-    for check in (_check_numbers, _check_choices, _check_tasks, _check_shapes):
+    for check in (_check_numbers, _check_choices, _check_shapes, _check_tasks):
         check(config)
     for field in ("reward", "evaluation.reward"):
         spec = config.reward if field == "reward" else config.evaluation.reward or config.reward
@@ -129,6 +130,9 @@ def _check_numbers(config: ConfigDict) -> None:
     for field in SHARES:
         value = field_value(config, field)
         _require(0 <= value <= 1, field, value, "must lie between 0 and 1")
+    for field in ("seed", "evaluation.seed"):
+        value = field_value(config, field)
+        _require(value < 2**32, field, value, "must be below 2^32")
     _require(config.algorithm.clip_high > 0, "algorithm.clip_high", config.algorithm.clip_high, "must be greater than 0")
     _require(
         config.optimizer.b1 < 1 and config.optimizer.b2 < 1,
@@ -137,8 +141,13 @@ def _check_numbers(config: ConfigDict) -> None:
         "must be below 1",
     )
     _require(
-        config.batch.max_drawn_factor >= 1, "batch.max_drawn_factor", config.batch.max_drawn_factor, "must be 1 or more (1 = no refill)"
+        1 <= config.batch.max_drawn_factor < float("inf"),
+        "batch.max_drawn_factor",
+        config.batch.max_drawn_factor,
+        "must be 1 or more (1 = no refill)",
     )
+    planned, most = config.warmstart.skill_updates, config.warmstart.max_skill_updates
+    _require(most >= planned, "warmstart.max_skill_updates", most, f"must not be below warmstart.skill_updates = {planned}")
     n = config.rollout.samples_per_prompt
     _require(n >= 2, "rollout.samples_per_prompt", n, "group-relative advantages need at least 2 samples per prompt")
 
@@ -161,7 +170,7 @@ def _check_choices(config: ConfigDict) -> None:
     source = config.data.source
     jsonl = source.startswith("jsonl:")
     _require(source == "reasoning_gym" or jsonl, "data.source", source, "use 'reasoning_gym' or 'jsonl:PATH'")
-    _require(not jsonl or Path(source[6:]).is_file(), "data.source", source, "no such file")
+    _require(not jsonl or Path(source[6:]).is_file(), "data.source", source, "no such file; the path starts at the current directory")
     _require(
         bool(config.data.tasks) or (jsonl and bool(path)),
         "data.tasks",
@@ -173,7 +182,10 @@ def _check_choices(config: ConfigDict) -> None:
 def _check_tasks(config: ConfigDict) -> None:
     for task in config.data.tasks:
         try:
+            next(reasoning_gym.items(task, config.data.tasks[task].to_dict(), config.data.train_seed))
             puzzles.check_task(task)
+        except DataError as error:
+            raise ConfigError(str(error)) from None
         except ValueError as error:
             raise ConfigError(f"data.tasks.{task}: {error}") from None
 

@@ -78,7 +78,7 @@ def open_run(config: ConfigDict) -> RunFolder:
     folder = RunFolder(Path(config.runs_dir) / config.run_name)
     if config.on_existing == "replace" and folder.path.exists():
         move_aside(folder.path)
-    if folder.config.is_file():
+    if folder.config.is_file() and folder.events.exists():  # else a start that failed before it did anything
         stored = json.loads(folder.config.read_text())
         changed = [
             f"{field} was {old!r}, now {new!r}"

@@ -84,6 +84,7 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         adopt_tokenizer(base, folder)
     tokenizer = load_tokenizer(folder.base_model)
     model_config = hf.read_config(folder.base_model)
+    check_model(config, model_config, tokenizer)
     splits = load_splits(config, tokenizer, items)
 
     shardings = state_shardings(config, model_config, mesh)
@@ -135,6 +136,21 @@ def base_model(config: ConfigDict, mesh: Mesh, progress: Progress, items: Items 
     if items is None or source.data.source != config.data.source:
         items = load_items(source)
     return fit.base_model(source, items, mesh, progress.phase)
+
+
+def check_model(config: ConfigDict, model_config: Qwen2Config, tokenizer: Tokenizer) -> None:
+    """Refuses a model whose context or vocabulary is too small: JAX would clamp the indices and say nothing."""
+    context = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if context > model_config.max_position_embeddings:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {context}: the model's context holds "
+            f"{model_config.max_position_embeddings} tokens (max_position_embeddings); lower one of them"
+        )
+    if tokenizer.vocab_size > model_config.vocab_size:
+        raise hf.ModelError(
+            f"{tokenizer.path}: tokenizer.json has {tokenizer.vocab_size} tokens, config.json vocab_size = {model_config.vocab_size}; "
+            "they do not belong together"
+        )
 
 
 def adopt_tokenizer(base: Path, folder: RunFolder) -> None:

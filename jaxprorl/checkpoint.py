@@ -1,91 +1,215 @@
-"""Orbax checkpoints: the training state, sharded and saved in the background, and the host's bookkeeping as JSON beside it.
+"""Orbax checkpoints: the training state, sharded and written in the background, and the host's bookkeeping as JSON beside it.
 
-A checkpoint exists whole or not at all: Orbax writes into a temporary folder and renames it last.
+Orbax writes the arrays; `commit` says which checkpoints exist, proves their bytes, and decides which are kept.
 """
 
 import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
+from ml_collections import ConfigDict
 
+from jaxprorl import commit
+from jaxprorl.errors import CheckpointError
 from jaxprorl.models.qwen2 import Params
 from jaxprorl.state import RunState, TrainState
 
-SCHEMA = 1  # raise it when the content of a checkpoint changes meaning
+SCHEMA = 2  # raise it when the content of a checkpoint changes meaning
+SPARE_BYTES = 64 << 20  # left free on the disk beside what a checkpoint needs
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be used."""
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """The part of a checkpoint that is not arrays; JSON types only.
+
+    Attributes:
+        run: the bookkeeping.
+        offsets: bytes of `metrics` and `events` that belong to the steps done; the rest is cut off on resume.
+        identity: digests of what the run's numbers depend on beside the config: data, tokenizer, reward.
+    """
+
+    run: RunState
+    offsets: Mapping[str, int]
+    identity: Mapping[str, str]
 
 
 class Checkpoints:
-    """The checkpoints of one run. A context manager; leaving it waits for the save under way.
+    """The checkpoints of one run, which this process alone writes. A context manager; leaving it waits for the save under way.
 
     Args:
-        folder: made if needed.
-        keep: how many of the newest are kept.
+        folder: made if needed; debris of a crash is removed.
+        config: `config.checkpoint` says what is kept, and what to do about damage.
     """
 
-    def __init__(self, folder: str | Path, keep: int):
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True, step_prefix="step")
-        # Replica-parallel saving slices replicated arrays on the devices, and so compiles inside the loop.
-        arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-        handlers = {"state": ocp.PyTreeCheckpointHandler(type_handler_registry=registry), "host": ocp.JsonCheckpointHandler()}
-        self._manager = ocp.CheckpointManager(Path(folder).absolute(), options=options, item_handlers=handlers)
+    def __init__(self, folder: Path, config: ConfigDict):
+        self.folder, self._config = folder.absolute(), config
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.debris = commit.remove_debris(self.folder, commit.committed_steps(self.folder))
+        handler = ocp.CompositeCheckpointHandler(state=_state_handler(), host=ocp.JsonCheckpointHandler())
+        self._checkpointer = ocp.AsyncCheckpointer(handler)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="commit")
+        self._saving: tuple[int, Future[None]] | None = None  # step and outcome of the save under way
 
-    def save(self, state: TrainState, run: RunState, offsets: dict[str, int]) -> None:
-        """Copies the arrays to the host and returns; files are written in the background.
-
-        Args:
-            offsets: bytes of `metrics` and `events` that belong to the steps done, so that a resume can cut the rest off.
-        """
-        host = {"schema": SCHEMA, "run": dataclasses.asdict(run), "offsets": offsets}
-        self._manager.save(run.step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), host=ocp.args.JsonSave(host)))
-
-    def latest_step(self) -> int | None:
-        """Step of the newest checkpoint, None without one."""
-        return self._manager.latest_step()
-
-    def restore(self, abstract: TrainState) -> tuple[TrainState, RunState, dict[str, int]]:
-        """The newest checkpoint, placed into the shardings of `abstract` whatever it was saved under.
+    def save(
+        self, state: TrainState, host: Host, validation_solve_rate: float | None = None, reset_boundary: bool = False
+    ) -> None:
+        """Copies the arrays to the host and returns; files are written and committed in the background.
 
         Raises:
-            CheckpointError: there is none, it is of another schema, or it does not fit the model.
+            CheckpointError: the disk is too full, or the save before this one failed.
         """
-        state, run, offsets = self._restore(abstract, partial=False)
-        return state, run, offsets
-
-    def restore_params(self, abstract: Any) -> tuple[Params, RunState]:
-        """The policy alone of the newest checkpoint: a third of the memory or less. Raises as `restore` does."""
-        state, run, _ = self._restore({"params": abstract}, partial=True)
-        return state["params"], run
-
-    def _restore(self, abstract: Any, partial: bool) -> tuple[Any, RunState, dict[str, int]]:
-        step = self.latest_step()
-        if step is None:
-            raise CheckpointError(f"{self._manager.directory} holds no checkpoint")
-        host: Any = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore())).host
-        if host["schema"] != SCHEMA:
-            raise CheckpointError(f"checkpoint step {step} has schema {host['schema']}, this version reads {SCHEMA}")
-        restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
-        target = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=partial)
+        self.wait()
+        step = host.run.step
+        require_space(self.folder, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
+        commit.remove(self.folder, step)  # a run that was extended after its last step writes that step again
+        content = {"schema": SCHEMA} | dataclasses.asdict(host)
+        arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(state), host=ocp.args.JsonSave(content))
         try:
-            restored = self._manager.restore(step, args=ocp.args.Composite(state=target))
-        except (ValueError, KeyError, FileNotFoundError) as error:
-            raise CheckpointError(f"checkpoint step {step} in {self._manager.directory} cannot be restored: {error}") from error
-        return restored.state, RunState(**host["run"]), host["offsets"]
+            self._checkpointer.save(commit.step_folder(self.folder, step), args=arguments)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint step {step} cannot be written to {self.folder}: {error}") from error
+        self._saving = step, self._thread.submit(self._commit, step, validation_solve_rate, reset_boundary)
+
+    def _commit(self, step: int, validation_solve_rate: float | None, reset_boundary: bool) -> None:
+        """Beside the loop, once Orbax's files are in place: digests, the commit record, and then retention."""
+        self._checkpointer.wait_until_finished()
+        commit.write_record(self.folder, step, SCHEMA, validation_solve_rate, reset_boundary)
+        records = [commit.read_record(self.folder, step) for step in commit.committed_steps(self.folder)]
+        kept = commit.to_keep(
+            records,
+            newest=self._config.checkpoint.keep,
+            every_steps=self._config.checkpoint.keep_every_steps,
+            best=self._config.checkpoint.keep_best,
+            reset_boundaries=self._config.checkpoint.keep_resets,
+        )
+        for record in records:
+            if record.step not in kept:
+                commit.remove(self.folder, record.step)
 
     def wait(self) -> None:
-        """Blocks until the save under way is on disk."""
-        self._manager.wait_until_finished()
+        """Blocks until the save under way is committed.
+
+        Raises:
+            CheckpointError: it failed, e.g. because the disk is full. What was committed before is untouched.
+        """
+        if self._saving is None:
+            return
+        (step, outcome), self._saving = self._saving, None
+        try:
+            outcome.result()
+        except Exception as error:  # whatever Orbax's threads met: its errors have no common type
+            raise CheckpointError(f"checkpoint step {step} could not be written to {self.folder}: {error}") from error
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._manager.wait_until_finished()
-        self._manager.close()
+        try:
+            self.wait()
+        except CheckpointError:
+            if error is None:  # else that is what ends the run, and says why
+                raise
+        finally:
+            self._thread.shutdown()
+            self._checkpointer.close()
+
+
+def newest_sound_step(folder: Path, on_damage: str) -> tuple[int | None, list[str]]:
+    """The checkpoint to go on from: the newest one, every byte checked.
+
+    Args:
+        on_damage: "stop", or "previous" to take the newest undamaged one instead.
+
+    Returns:
+        Its step (None if nothing was ever committed), and what was found damaged on the way.
+
+    Raises:
+        CheckpointError: it is damaged and `on_damage` is "stop", or all of them are damaged.
+    """
+    found: list[str] = []
+    for step in reversed(commit.committed_steps(folder)):
+        problem = commit.damage(folder, step)
+        if problem is None:
+            return step, found
+        if on_damage == "stop":
+            raise CheckpointError(
+                f"checkpoint step {step} is damaged: {problem}. Restore the file, or go on from the checkpoint before it with "
+                "--config.checkpoint.on_damage=previous (launch/checkpoints.py verify shows them all)"
+            )
+        found.append(f"checkpoint step {step} is damaged: {problem}")
+    if found:
+        raise CheckpointError(f"no undamaged checkpoint in {folder}: {'; '.join(found)}")
+    return None, []
+
+
+def read_host(folder: Path, step: int) -> Host:
+    """The bookkeeping of a committed checkpoint.
+
+    Raises:
+        CheckpointError: there is none, it cannot be read, or a newer or older version of this package wrote it.
+    """
+    record = commit.read_record(folder, step)
+    if record.schema != SCHEMA:
+        raise CheckpointError(f"checkpoint step {step} in {folder} has schema {record.schema}, this version of jaxprorl reads {SCHEMA}")
+    try:
+        # Written by Orbax's JSON handler; read directly, so that looking at checkpoints does not take JAX.
+        content = json.loads((commit.step_folder(folder, step) / "host" / "metadata").read_text(encoding="utf-8"))
+        return Host(RunState(**content["run"]), content["offsets"], content["identity"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"checkpoint step {step} in {folder} cannot be read: {error}") from error
+
+
+def restore_state(folder: Path, step: int, abstract: TrainState) -> TrainState:
+    """The arrays of a checkpoint, placed into the shardings of `abstract` whatever they were saved under.
+
+    Raises:
+        CheckpointError: there is none, or it does not fit the model.
+    """
+    state: TrainState = _restore(folder, step, abstract, partial=False)
+    return state
+
+
+def restore_params(folder: Path, step: int, abstract: Params) -> Params:
+    """The policy alone: a third of the memory or less. Raises as `restore_state` does."""
+    params: Params = _restore(folder, step, {"params": abstract}, partial=True)["params"]
+    return params
+
+
+def _restore(folder: Path, step: int, abstract: Any, partial: bool) -> Any:
+    commit.read_record(folder, step)
+    restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+    arguments = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=partial)
+    path = commit.step_folder(folder.absolute(), step) / "state"
+    try:
+        with ocp.Checkpointer(_state_handler()) as checkpointer:
+            return checkpointer.restore(path, args=arguments)
+    except Exception as error:  # Orbax raises many types for a tree that does not fit
+        raise CheckpointError(f"checkpoint step {step} in {folder} does not fit this model and optimizer: {error}") from error
+
+
+def require_space(folder: Path, needed_bytes: int) -> None:
+    """Checks that a checkpoint of `needed_bytes` fits on the disk.
+
+    Raises:
+        CheckpointError: it does not; names what is needed and what is free.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes + SPARE_BYTES:
+        raise CheckpointError(
+            f"{folder}: a checkpoint needs {needed_bytes / 1e6:.0f} MB and {SPARE_BYTES / 1e6:.0f} MB to spare, {free / 1e6:.0f} MB are free; "
+            "make room, lower checkpoint.keep, or set runs_dir to another disk"
+        )
+
+
+def _state_handler() -> ocp.PyTreeCheckpointHandler:
+    # Replica-parallel saving slices replicated arrays on the devices, and so compiles inside the loop.
+    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)

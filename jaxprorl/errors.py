@@ -1,5 +1,36 @@
-"""Errors that a user can act on: the message names the place (file and line, or config field), the value and the remedy."""
+"""Errors that a user can act on: the message names the place (file and line, or config field), the value and the remedy.
+
+Commands print them as one line and exit with status 2; anything else is a fault of this package and keeps its traceback.
+"""
 
 
-class DataError(ValueError):
+class UserError(Exception):
+    """Base of all of them."""
+
+
+class ConfigError(UserError, ValueError):
+    """A config that cannot run."""
+
+
+class DataError(UserError, ValueError):
     """The data, a tokenizer folder or a task cannot be used as asked."""
+
+
+class ModelError(UserError, ValueError):
+    """A model folder that cannot be used."""
+
+
+class RewardError(UserError, ValueError):
+    """A reward that cannot be loaded."""
+
+
+class GraderError(UserError, RuntimeError):
+    """The graders do not work, or too many samples of a step could not be graded."""
+
+
+class CheckpointError(UserError, RuntimeError):
+    """A checkpoint that cannot be written, or read back."""
+
+
+class RunLockedError(UserError, RuntimeError):
+    """Another process works in the run's folder."""

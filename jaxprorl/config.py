@@ -107,7 +107,6 @@ SHARES = (
 CHOICES = {
     "on_existing": ("resume", "replace"),
     "model.dtype": ("float32", "bfloat16"),
-    "rollout.engine": ("jax",),
     "mesh.strategy": tuple(STRATEGIES),
 }
 

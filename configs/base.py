@@ -53,7 +53,10 @@ def get_config() -> ConfigDict:
     c.warmstart.gate_items_per_task = 100  # validation items sampled per check
     c.warmstart.gate_solve_rate = 0.65  # phase 1 ends, once planned to, when every task reaches this at T = 1
     c.warmstart.careless_updates = 80  # phase 2, careless answers mixed in
-    c.warmstart.careless_share = 0.62  # share of demonstrations without work and with a wrong answer
+    c.warmstart.start_solve_rate = 0.27  # where phase 2 should leave the validation solve rate; sets the share of careless demonstrations
+    c.warmstart.start_tolerance = 0.04  # phase 2 goes on with a corrected share, `correction_updates` at a time, until it is this close
+    c.warmstart.correction_updates = 20
+    c.warmstart.max_corrections = 8
     c.warmstart.careless_learning_rate = 1e-3  # falls linearly to a tenth
 
     # Rollouts.

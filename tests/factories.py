@@ -5,11 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from hypothesis import settings
 from ml_collections import ConfigDict
 
 from configs import base
 from jaxprorl.models.qwen2 import Qwen2Config, declarations
 from jaxprorl.types import Completion, Group, Prompt, Score
+
+PROPERTY = settings(deadline=None, derandomize=True)  # the same examples every time, however busy the machine
 
 TINY = Qwen2Config(
     vocab_size=48,

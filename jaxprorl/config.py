@@ -16,7 +16,6 @@ from jaxprorl.errors import DataError
 from jaxprorl.rewards import puzzles, registry
 from jaxprorl.sharding.strategies import STRATEGIES
 
-
 HINT = "every field, with its type and unit, is in configs/base.py"
 
 
@@ -44,11 +43,22 @@ def load(argv: Sequence[str]) -> ConfigDict:
     except (flags.Error, ValueError, TypeError) as error:
         raise ConfigError(f"{error}; {HINT}") from None
     except (KeyError, AttributeError) as error:
-        raise ConfigError(f"unknown field {' '.join(str(error.args[0]).split())}; {HINT}") from None
+        raise ConfigError(f"{_unknown_field(error, argv)}; {HINT}") from None
     if len(rest) > 1:
         raise ConfigError(f"unexpected argument {rest[1]!r}: fields are set by --config.FIELD=VALUE")
     config: ConfigDict = values.config
     return config
+
+
+def _unknown_field(error: Exception, argv: Sequence[str]) -> str:
+    """What ml_collections says of an unknown field, without its nested quotes and its listing of the whole config."""
+    text = str(error)
+    found = re.match(r"""(?:[\\'"]|Key )+(\w+)[\\'"](?! object)""", text)
+    if not found:
+        return f"the config file raises {type(error).__name__}: {text}"
+    close = re.search(r'Did you mean "(\w+)', text)
+    given = [argument for argument in argv if found[1] in re.split("[.=]", argument)]
+    return f"unknown field {found[1]!r}{f' in {given[0]}' if given else ''}{f': did you mean {close[1]!r}?' if close else ''}"
 
 
 def validate(config: ConfigDict) -> None:
@@ -94,12 +104,14 @@ POSITIVE = (
     "checkpoint.keep", "mesh.cpu_devices",
 )  # fmt: skip
 NOT_NEGATIVE = (
-    "seed", "data.train_seed", "data.validation_seed", "data.held_out_seed", "warmstart.warmup_updates", "warmstart.careless_updates", "warmstart.max_corrections",
+    "seed", "data.train_seed", "data.validation_seed", "data.held_out_seed", "warmstart.warmup_updates", "warmstart.careless_updates",
+    "warmstart.max_corrections",
     "algorithm.kl_coefficient", "algorithm.zero_spread_tolerance", "optimizer.warmup_updates", "optimizer.weight_decay",
     "resets.every_steps", "validation.every_steps", "evaluation.seed",
 )  # fmt: skip
 SHARES = (
-    "warmstart.gate_solve_rate", "warmstart.start_solve_rate", "warmstart.start_tolerance", "optimizer.b1", "optimizer.b2", "grading.max_error_share",
+    "warmstart.gate_solve_rate", "warmstart.start_solve_rate", "warmstart.start_tolerance", "optimizer.b1", "optimizer.b2",
+    "grading.max_error_share",
     "algorithm.clip_low",
 )  # fmt: skip
 CHOICES = {

@@ -21,11 +21,11 @@ def get_config() -> ConfigDict:
     c.model.path = ""  # Hugging Face folder (config.json, safetensors, tokenizer); empty = warm start
     c.model.hidden_size = 96  # embed width
     c.model.intermediate_size = 288  # SwiGLU width
-    c.model.num_hidden_layers = 3
-    c.model.num_attention_heads = 3
+    c.model.num_hidden_layers = 3  # decoder blocks
+    c.model.num_attention_heads = 3  # query heads
     c.model.num_key_value_heads = 1  # grouped-query attention
     c.model.head_dim = 32  # >= 32, so that vLLM's CPU attention takes the same checkpoint
-    c.model.rope_theta = 10000.0
+    c.model.rope_theta = 10000.0  # base of the rotary embedding; Qwen2 uses 1e6 for its long contexts
     c.model.max_position_embeddings = 512  # longest context, tokens
     c.model.dtype = "float32"  # compute dtype: "float32" or "bfloat16"; parameters and optimizer stay float32
 
@@ -37,8 +37,8 @@ def get_config() -> ConfigDict:
     c.data.validation_per_task = 200  # gates, weights and the periodic validation
     c.data.held_out_per_task = 400  # before and after only
     c.data.train_seed = 1_000_000  # first seed of each split; item i of a split uses seed + i
-    c.data.validation_seed = 3_000_000
-    c.data.held_out_seed = 5_000_000
+    c.data.validation_seed = 3_000_000  # as above; the ranges must not meet, which is checked
+    c.data.held_out_seed = 5_000_000  # as above
     c.data.system_prompt = ""  # system message of the chat template; empty = none
 
     # Supervised warm start: the base model of runs without `model.path` (see jaxprorl/warmstart).
@@ -46,19 +46,21 @@ def get_config() -> ConfigDict:
     c.warmstart.rows = 8  # packed rows per update
     c.warmstart.row_tokens = 96  # packed row length
     c.warmstart.learning_rate = 3e-3  # AdamW; after the warm-up it falls linearly to a tenth over `skill_updates`
-    c.warmstart.warmup_updates = 50
+    c.warmstart.warmup_updates = 50  # linear rise of the learning rate
     c.warmstart.skill_updates = 3200  # phase 1, clean worked solutions
     c.warmstart.max_skill_updates = 4800  # phase 1 goes on to here at most while the gate stays shut
     c.warmstart.gate_every_updates = 400  # validation check, also sets task weights
     c.warmstart.gate_items_per_task = 100  # validation items sampled per check
     c.warmstart.gate_solve_rate = 0.65  # phase 1 ends, once planned to, when every task reaches this at T = 1
     c.warmstart.careless_updates = 80  # phase 2, careless answers mixed in
-    c.warmstart.careless_share = 0.62  # share of demonstrations without work and with a wrong answer
+    c.warmstart.start_solve_rate = 0.27  # where phase 2 should leave the validation solve rate; sets the share of careless demonstrations
+    c.warmstart.start_tolerance = 0.04  # phase 2 goes on with a corrected share, `correction_updates` at a time, until it is this close
+    c.warmstart.correction_updates = 20
+    c.warmstart.max_corrections = 8
     c.warmstart.careless_learning_rate = 1e-3  # falls linearly to a tenth
 
     # Rollouts.
     c.rollout = ConfigDict()
-    c.rollout.engine = "jax"  # the embedded JAX engine
     c.rollout.samples_per_prompt = 8  # n, group size (ProRL: 16)
     c.rollout.temperature = 1.2  # ProRL section 3.2; log-probs are taken at this temperature everywhere
     c.rollout.max_prompt_tokens = 24  # longer prompts are refused at start
@@ -78,17 +80,17 @@ def get_config() -> ConfigDict:
     # Objective (ProRL section 2 and 3.2; docs name the unknowns).
     c.algorithm = ConfigDict()
     c.algorithm.clip_low = 0.2  # ratio is clipped to [1 - clip_low, 1 + clip_high]
-    c.algorithm.clip_high = 0.4
+    c.algorithm.clip_high = 0.4  # larger than clip_low, so that unlikely tokens can grow (DAPO; ProRL section 3.2)
     c.algorithm.kl_coefficient = 1e-4  # weight of the k3 KL estimate to the reference
     c.algorithm.zero_spread_tolerance = 1e-6  # a group whose largest minus smallest reward is within it carries no signal and is dropped
 
     c.optimizer = ConfigDict()  # AdamW; the paper gives only the learning rate (2e-6 at 1.5B)
-    c.optimizer.learning_rate = 2e-6
+    c.optimizer.learning_rate = 2e-6  # constant after the warm-up (ProRL section 3.2)
     c.optimizer.warmup_updates = 0  # linear, from the start and again after an optimizer reset
-    c.optimizer.b1 = 0.9
-    c.optimizer.b2 = 0.95
-    c.optimizer.eps = 1e-8
-    c.optimizer.weight_decay = 0.0
+    c.optimizer.b1 = 0.9  # decay of the first moment
+    c.optimizer.b2 = 0.95  # of the second; shorter than AdamW's 0.999, as usual for language models
+    c.optimizer.eps = 1e-8  # AdamW's usual
+    c.optimizer.weight_decay = 0.0  # decoupled, times the learning rate; 0 = none
     c.optimizer.clip_norm = 1.0  # global gradient norm
 
     c.resets = ConfigDict()  # the controller is blind: it sees the step number, never validation
@@ -96,7 +98,7 @@ def get_config() -> ConfigDict:
     c.resets.optimizer = True  # also start the Optax state afresh (ProRL v1 does, v2 does not)
 
     # Reward: "module:function", called as function(completion_text, prompt) -> float in [0, 1], in a grader process.
-    c.reward = "jaxprorl.rewards.puzzles:exact"
+    c.reward = "jaxprorl.rewards.puzzles:exact"  # 1 or 0; `:continuous` pays partial answers too
     c.grading = ConfigDict()
     c.grading.workers = 1  # grader processes
     c.grading.timeout_s = 5.0  # per completion; over it the worker is killed and the sample counts as grader_error
@@ -104,14 +106,14 @@ def get_config() -> ConfigDict:
 
     c.validation = ConfigDict()
     c.validation.every_steps = 20  # 0 = never
-    c.validation.items_per_task = 50
+    c.validation.items_per_task = 50  # the first of the validation split, the same each time
     c.evaluation = ConfigDict()  # before and after, on the held-out split
     c.evaluation.temperature = 1.0  # one sample per item; greedy beside it
     c.evaluation.seed = 20  # of the sampling; the same before and after
     c.evaluation.reward = "jaxprorl.rewards.puzzles:continuous"  # solved = value 1.0, mean_score = mean value; empty = `reward`
 
     c.checkpoint = ConfigDict()
-    c.checkpoint.every_steps = 10
+    c.checkpoint.every_steps = 10  # a killed run loses at most so many steps; the last step is always saved
     c.checkpoint.keep = 3  # newest kept
 
     c.mesh = ConfigDict()

@@ -16,6 +16,8 @@ from jaxprorl.errors import DataError
 from jaxprorl.rewards import puzzles, registry
 from jaxprorl.sharding.strategies import STRATEGIES
 
+HINT = "every field, with its type and unit, is in configs/base.py"
+
 
 class ConfigError(ValueError):
     """A config that cannot run; the message names the field, its value and what would be right."""
@@ -38,13 +40,25 @@ def load(argv: Sequence[str]) -> ConfigDict:
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             rest = values(["train", *argv])
-    except (flags.Error, ValueError, TypeError, KeyError, AttributeError) as error:
-        hint = "every field, with its type and unit, is in configs/base.py"
-        raise ConfigError(f"{str(error).replace('Unknown command line flag', 'unknown field')}; {hint}") from None
+    except (flags.Error, ValueError, TypeError) as error:
+        raise ConfigError(f"{error}; {HINT}") from None
+    except (KeyError, AttributeError) as error:
+        raise ConfigError(f"{_unknown_field(error, argv)}; {HINT}") from None
     if len(rest) > 1:
         raise ConfigError(f"unexpected argument {rest[1]!r}: fields are set by --config.FIELD=VALUE")
     config: ConfigDict = values.config
     return config
+
+
+def _unknown_field(error: Exception, argv: Sequence[str]) -> str:
+    """What ml_collections says of an unknown field, without its nested quotes and its listing of the whole config."""
+    text = str(error)
+    found = re.match(r"""(?:[\\'"]|Key )+(\w+)[\\'"](?! object)""", text)
+    if not found:
+        return f"the config file raises {type(error).__name__}: {text}"
+    close = re.search(r'Did you mean "(\w+)', text)
+    given = [argument for argument in argv if found[1] in re.split("[.=]", argument)]
+    return f"unknown field {found[1]!r}{f' in {given[0]}' if given else ''}{f': did you mean {close[1]!r}?' if close else ''}"
 
 
 def validate(config: ConfigDict) -> None:
@@ -53,14 +67,8 @@ def validate(config: ConfigDict) -> None:
     Raises:
         ConfigError: the first field that cannot work.
     """
-    for check in (_check_numbers, _check_choices, _check_shapes, _check_tasks):
+    for check in (_check_numbers, _check_choices, _check_shapes, _check_rewards, _check_tasks):  # quick ones first
         check(config)
-    for field in ("reward", "evaluation.reward"):
-        spec = config.reward if field == "reward" else config.evaluation.reward or config.reward
-        try:
-            registry.load_reward(spec)
-        except registry.RewardError as error:
-            raise ConfigError(str(error) if field == "reward" else f"evaluation.reward: {error}") from None
 
 
 def to_json(config: ConfigDict) -> str:
@@ -88,7 +96,7 @@ POSITIVE = (
     "model.num_key_value_heads", "model.head_dim", "model.rope_theta", "model.max_position_embeddings",
     "data.train_per_task", "data.validation_per_task", "data.held_out_per_task",
     "warmstart.rows", "warmstart.row_tokens", "warmstart.learning_rate", "warmstart.skill_updates", "warmstart.max_skill_updates",
-    "warmstart.gate_every_updates", "warmstart.gate_items_per_task", "warmstart.careless_learning_rate",
+    "warmstart.gate_every_updates", "warmstart.gate_items_per_task", "warmstart.correction_updates", "warmstart.careless_learning_rate",
     "rollout.samples_per_prompt", "rollout.temperature", "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.slots",
     "rollout.decode_chunk_tokens", "batch.prompts", "batch.refill_prompts", "batch.updates", "batch.row_tokens",
     "batch.micro_batch_rows", "optimizer.learning_rate", "optimizer.eps", "optimizer.clip_norm",
@@ -97,17 +105,18 @@ POSITIVE = (
 )  # fmt: skip
 NOT_NEGATIVE = (
     "seed", "data.train_seed", "data.validation_seed", "data.held_out_seed", "warmstart.warmup_updates", "warmstart.careless_updates",
+    "warmstart.max_corrections",
     "algorithm.kl_coefficient", "algorithm.zero_spread_tolerance", "optimizer.warmup_updates", "optimizer.weight_decay",
     "resets.every_steps", "validation.every_steps", "evaluation.seed",
 )  # fmt: skip
 SHARES = (
-    "warmstart.gate_solve_rate", "warmstart.careless_share", "optimizer.b1", "optimizer.b2", "grading.max_error_share",
+    "warmstart.gate_solve_rate", "warmstart.start_solve_rate", "warmstart.start_tolerance", "optimizer.b1", "optimizer.b2",
+    "grading.max_error_share",
     "algorithm.clip_low",
 )  # fmt: skip
 CHOICES = {
     "on_existing": ("resume", "replace"),
     "model.dtype": ("float32", "bfloat16"),
-    "rollout.engine": ("jax",),
     "mesh.strategy": tuple(STRATEGIES),
 }
 
@@ -177,6 +186,15 @@ def _check_choices(config: ConfigDict) -> None:
         {},
         "name at least one reasoning-gym task (for the data or the warm start)",
     )
+
+
+def _check_rewards(config: ConfigDict) -> None:
+    for field in ("reward", "evaluation.reward"):
+        spec = config.reward if field == "reward" else config.evaluation.reward or config.reward
+        try:
+            registry.load_reward(spec)
+        except registry.RewardError as error:
+            raise ConfigError(str(error) if field == "reward" else f"evaluation.reward: {error}") from None
 
 
 def _check_tasks(config: ConfigDict) -> None:

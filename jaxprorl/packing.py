@@ -68,7 +68,7 @@ def pack(
         is a response token) and `names` as float32.
 
     Raises:
-        ValueError: the layout has more rows.
+        ValueError: the layout has more rows, or a sample has no prompt (nothing would predict its first response token).
     """
     if len(layout) > rows:
         raise ValueError(f"{len(samples)} sequences need {len(layout)} rows of {row_tokens} tokens, there are {rows}")
@@ -79,6 +79,8 @@ def pack(
         for segment, index in enumerate(members, start=1):
             sample = samples[index]
             end, prompt_tokens = start + sample.tokens, len(sample.prompt_ids)
+            if not prompt_tokens:
+                raise ValueError(f"sequence {index} has no prompt: nothing would predict its first response token")
             ids = np.concatenate([sample.prompt_ids, sample.response_ids])
             arrays["tokens"][row, start:end] = ids
             arrays["targets"][row, start : end - 1] = ids[1:]

@@ -22,7 +22,7 @@ SIDE = {"solve_rate", "mean_score", "ci95", "per_task"}
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder with one finished run in it; its cache serves the other runs. Tests change copies only."""
-    folder = tmp_path_factory.mktemp("home")
+    folder = tiny_run.new_home(tmp_path_factory)
     ended = tiny_run.train(folder)
     (folder / "stdout").write_text(ended.stdout)
     return folder
@@ -103,7 +103,7 @@ def test_the_model_is_an_ordinary_hugging_face_folder_and_was_trained(reference:
     model = reference / "model"
     assert json.loads((model / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"} <= set(tiny_run.files(model))
-    (base,) = (home / ".cache/warmstart").iterdir()
+    base = home / ".cache/warmstart" / json.loads((reference / "warm_start.json").read_text())["fingerprint"]
     before, after = load_file(base / "model.safetensors"), load_file(model / "model.safetensors")
     assert before.keys() == after.keys()
     assert all((before[name] != after[name]).any() for name in before)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from ml_collections import ConfigDict
 
 from configs import base
@@ -67,6 +68,21 @@ def brevity(completion_text: str, prompt: Any) -> float:
     return max(0.0, 1.0 - len(completion_text) / 100)
 
 
+def user_environment() -> dict[str, str]:
+    """The environment of a user's command: on the CPU, and this file importable as a reward."""
+    path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "COLUMNS": "120"}
+
+
+def new_home(factory: pytest.TempPathFactory) -> Path:
+    """A user's folder whose cache all homes of this test session share."""
+    cache = factory.getbasetemp() / "tiny_run_cache"
+    cache.mkdir(exist_ok=True)
+    folder = factory.mktemp("home")
+    (folder / ".cache").symlink_to(cache)
+    return folder
+
+
 @dataclass(frozen=True)
 class Ended:
     """A command that has ended."""
@@ -84,9 +100,7 @@ class Command:
         self, folder: Path, *overrides: str, program: Sequence[str] = (str(ROOT / "launch/train.py"),), terminal: int | None = None
     ):
         """`terminal`: file descriptor that output goes to; None = it is captured."""
-        path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        # A test run's own settings must not reach a user's command, beyond the choice of the CPU.
-        environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "COLUMNS": "120"}
+        environment = user_environment()
         output = subprocess.PIPE if terminal is None else terminal
         self.started_s = time.perf_counter()
         self.process = subprocess.Popen(
@@ -155,9 +169,9 @@ def timeless_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def timeless_events(run: Path, *ignored: str) -> list[dict[str, Any]]:
-    """events.jsonl without the clock and without the `ignored` kinds."""
+    """events.jsonl without the clock, without the `ignored` kinds, and without what depends on the cache."""
     rows = [row for row in lines(run / "events.jsonl") if row["kind"] not in ignored]
-    return [{name: value for name, value in row.items() if not name.startswith("time_")} for row in rows]
+    return [{name: value for name, value in row.items() if not name.startswith("time_") and name != "cached"} for row in rows]
 
 
 def files(folder: Path) -> dict[str, bytes]:

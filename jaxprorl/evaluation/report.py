@@ -141,13 +141,13 @@ def _gain_table(rows: Sequence[GainRow]) -> str:
     )
 
 
-def _explanation(warm_start: Mapping[str, Any] | None, config: Mapping[str, Any] | None, total: GainRow | None) -> str:
+def _explanation(warm_start: Mapping[str, Any] | None, total: GainRow | None) -> str:
     if warm_start is None:
         return "<p>The run folder has no <code>warm_start.json</code>: what the policy was before RL is not recorded here.</p>"
     parts = [f"<p>{escape(part.strip())}</p>" for part in str(warm_start.get("explanation", "")).split("\n\n") if part.strip()]
     if not parts:
         parts = ["<p>The warm start left no explanation of its demonstrations.</p>"]
-    share = warm_start.get("careless_share", (config or {}).get("warmstart", {}).get("careless_share"))
+    share = warm_start.get("careless_share")
     if share is not None and total is not None:
         parts.append(
             f"<p>In numbers: {100 * share:.0f} % of the demonstrations of the last supervised phase were careless (no work shown, wrong "
@@ -252,7 +252,7 @@ def render(run_dir: str | os.PathLike[str]) -> str:
         body.append(f'<p class="note">Not in the run folder: {absent}. What they would tell is missing below.</p>')
     if summary:
         body.append(f"<h2>Before and after, per task</h2>{_gain_table(gains)}<figure>{gains_svg(gains)}</figure>")
-    body.append(f"<h2>What was demonstrated, and what kind of gain this is</h2>{_explanation(warm_start, config, total)}")
+    body.append(f"<h2>What was demonstrated, and what kind of gain this is</h2>{_explanation(warm_start, total)}")
     body.append(f"<h2>The run, step by step</h2>{_curves(rows, resets)}")
     body.append(f"<h2>What the run decided</h2>{_events(events)}")
     body.append(_samples(run / "samples"))

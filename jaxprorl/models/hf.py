@@ -25,7 +25,7 @@ def read_config(folder: str | Path) -> Qwen2Config:
     """The model's shape from config.json, in transformers' form before or after version 5.
 
     Raises:
-        ModelError: no such file, another architecture, rope scaling or a missing field.
+        ModelError: no such file, another architecture or activation, rope scaling, sliding windows or a missing field.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -34,13 +34,17 @@ def read_config(folder: str | Path) -> Qwen2Config:
         raw = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ModelError(f"{path} is not JSON: {error}") from None
-    if ARCHITECTURE not in raw.get("architectures", []):
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    if ARCHITECTURE not in (raw.get("architectures") or []):
         raise ModelError(f"{path}: architectures = {raw.get('architectures')}, only {ARCHITECTURE} is supported")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise ModelError(f"{path}: rope scaling {rope} is not supported, only plain rotary embeddings are")
     if raw.get("use_sliding_window", False):
         raise ModelError(f"{path}: use_sliding_window = true is not supported")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"{path}: hidden_act = {raw['hidden_act']!r} is not supported, only 'silu' is")
     try:
         return Qwen2Config(
             vocab_size=raw["vocab_size"],
@@ -90,7 +94,7 @@ def read_params(folder: str | Path, c: Qwen2Config, shardings: Mapping[str, Any]
     """Reads *.safetensors into float32 parameters, each placed in its sharding. Every key is used exactly once.
 
     Raises:
-        ModelError: unreadable file, missing, left-over or wrongly shaped tensors, by name.
+        ModelError: unreadable file; missing, left-over, doubled, wrongly shaped or not finite tensors, by name.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
@@ -99,9 +103,13 @@ def read_params(folder: str | Path, c: Qwen2Config, shardings: Mapping[str, Any]
     for file in files:
         try:
             with safe_open(file, framework="numpy") as tensors:
-                where |= dict.fromkeys(tensors.keys(), file)
+                keys = list(tensors.keys())
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} cannot be read: {error}") from None
+        twice = sorted(where.keys() & set(keys))
+        if twice:
+            raise ModelError(f"{file}: {twice[0]} is in {where[twice[0]]} too; remove the file that does not belong to the model")
+        where |= dict.fromkeys(keys, file)
     table = declarations(c)
     wanted = {key for declaration in table.values() for key in hf_keys(declaration)}
     missing, left_over = sorted(wanted - set(where)), sorted(set(where) - wanted)

@@ -36,9 +36,12 @@ from jaxprorl.warmstart.tokenizer import build_tokenizer
 
 GATE_REWARD = "jaxprorl.rewards.puzzles:exact"
 UPDATES_PER_DISPATCH = 50
+MAX_CARELESS_SHARE = 0.95
 MIN_TASK_WEIGHT = 0.15  # a solved task is still practised
 Rows = dict[str, jax.Array]
+Demonstrations = dict[str, list[Sample]]  # by task
 Report = Callable[..., None]  # progress.phase
+Check = Callable[[int], dict[str, Any]]  # seed -> solve_summary of the validation items
 
 
 def fingerprint(config: ConfigDict) -> str:
@@ -105,30 +108,10 @@ def fit(
         engine.set_weights(trainer.params, version=seed)
         return evaluate(engine, graders, gate_prompts, 1.0, seed)
 
-    history: list[dict[str, Any]] = []
-    weights = dict.fromkeys(clean, 1.0)
     with GraderPool(GATE_REWARD, tokenizer.path, config.grading.workers, config.grading.timeout_s) as graders:
-        planned, total = config.warmstart.skill_updates, config.warmstart.max_skill_updates
-        stream = _Stream(clean, {}, 0.0, [config.seed, 1])
-        trainer.restart(skill_schedule(config))
-        while trainer.updates < total:
-            goal = min(total, trainer.updates + config.warmstart.gate_every_updates)
-            loss = trainer.run(stream, weights, goal - trainer.updates)
-            result = check(trainer.updates)
-            rates = {task: row["solve_rate"] for task, row in result["per_task"].items()}
-            history.append({"updates": trainer.updates, "loss": loss, "solve_rate": result["solve_rate"], "per_task": rates})
-            report("warm start: skill", trainer.updates, planned, loss=loss, **rates)
-            if trainer.updates >= planned and min(rates.values()) >= config.warmstart.gate_solve_rate:
-                break
-            weights = {task: max(MIN_TASK_WEIGHT, 1.0 - rate) for task, rate in rates.items()}
-        skill_updates, skill = trainer.updates, result["solve_rate"]
-        total = config.warmstart.careless_updates
-        peak = config.warmstart.careless_learning_rate
-        trainer.restart(optax.linear_schedule(peak, peak / 10, total))
-        stream = _Stream(clean, careless, config.warmstart.careless_share, [config.seed, 2])
-        trainer.run(stream, dict.fromkeys(clean, 1.0), total)
-        after = check(0)
-    report("warm start: careless mix", total, total, solve_rate=after["solve_rate"])
+        history = teach_skill(config, trainer, clean, check, report)
+        skill, skill_updates = history[-1]["solve_rate"], trainer.updates
+        share, start = mix_in_careless(config, trainer, clean, careless, skill, check, report)
     return trainer.params, {
         "explanation": EXPLANATION,
         "tasks": sorted(clean),
@@ -137,12 +120,60 @@ def fit(
         "train_items": {task: len(samples) for task, samples in clean.items()},
         "skill_updates": skill_updates,
         "skill_solve_rate": skill,
-        "careless_updates": config.warmstart.careless_updates,
-        "careless_share": config.warmstart.careless_share,
+        "careless_updates": trainer.updates,
+        "careless_share": share,
         "fingerprint": fingerprint(config),
-        "solve_rate": after["solve_rate"],
+        "solve_rate": start,
         "history": history,
     }
+
+
+def teach_skill(config: ConfigDict, trainer: "_Trainer", clean: Demonstrations, check: Check, report: Report) -> list[dict[str, Any]]:
+    """Phase 1. Returns one entry per validation check, the last of them where it ended."""
+    planned, total = config.warmstart.skill_updates, config.warmstart.max_skill_updates
+    history: list[dict[str, Any]] = []
+    weights = dict.fromkeys(clean, 1.0)
+    stream = _Stream(clean, {}, 0.0, [config.seed, 1])
+    trainer.restart(skill_schedule(config))
+    while trainer.updates < total:
+        goal = min(total, trainer.updates + config.warmstart.gate_every_updates)
+        loss = trainer.run(stream, weights, goal - trainer.updates)
+        result = check(trainer.updates)
+        rates = {task: row["solve_rate"] for task, row in result["per_task"].items()}
+        history.append({"updates": trainer.updates, "loss": loss, "solve_rate": result["solve_rate"], "per_task": rates})
+        report("warm start: skill", trainer.updates, max(planned, trainer.updates), loss=loss, **rates)
+        if trainer.updates >= planned and min(rates.values()) >= config.warmstart.gate_solve_rate:
+            break
+        weights = {task: max(MIN_TASK_WEIGHT, 1.0 - rate) for task, rate in rates.items()}
+    return history
+
+
+def mix_in_careless(
+    config: ConfigDict, trainer: "_Trainer", clean: Demonstrations, careless: Demonstrations, skill: float, check: Check, report: Report
+) -> tuple[float, float]:
+    """Phase 2, from a model that solves `skill` of the validation items.
+
+    The solve rate follows the share of demonstrations that show their work, but training noise moves it: so it is checked, and
+    the share corrected, until it is near `start_solve_rate`.
+
+    Returns:
+        The last share of careless demonstrations, and the validation solve rate.
+    """
+    target, skill, corrections = config.warmstart.start_solve_rate, max(skill, 1e-3), 0
+    share = min(max(1.0 - target / skill, 0.0), MAX_CARELESS_SHARE)
+    peak = config.warmstart.careless_learning_rate
+    trainer.restart(optax.linear_schedule(peak, peak / 4, config.warmstart.careless_updates))
+    while True:
+        stream = _Stream(clean, careless, share, [config.seed, 2, corrections])
+        updates = config.warmstart.correction_updates if corrections else config.warmstart.careless_updates
+        trainer.run(stream, dict.fromkeys(clean, 1.0), updates)
+        rate = check(trainer.updates)["solve_rate"]
+        report("warm start: careless mix", trainer.updates, trainer.updates, solve_rate=rate, share=share)
+        corrected = min(max(share + (rate - target) / skill, 0.0), MAX_CARELESS_SHARE)
+        near = abs(rate - target) <= config.warmstart.start_tolerance
+        if near or corrected == share or corrections == config.warmstart.max_corrections:
+            return share, rate
+        share, corrections = corrected, corrections + 1
 
 
 EXPLANATION = (
@@ -153,15 +184,13 @@ EXPLANATION = (
 )
 
 
-def demonstrations(
-    tokenizer: Tokenizer, items: Items, system_prompt: str, seed: int
-) -> tuple[dict[str, list[Sample]], dict[str, list[Sample]]]:
+def demonstrations(tokenizer: Tokenizer, items: Items, system_prompt: str, seed: int) -> tuple[Demonstrations, Demonstrations]:
     """Clean and careless demonstrations of every train item, by task, ready to pack."""
     answers: dict[str, list[str]] = {}
     for item in items.train:
         answers.setdefault(item.task, []).append(solutions.worked_solution(item.task, item.item["entry"])[1])
-    clean: dict[str, list[Sample]] = {}
-    careless: dict[str, list[Sample]] = {}
+    clean: Demonstrations = {}
+    careless: Demonstrations = {}
     stop = [tokenizer.stop_ids[0]]
     for item in items.train:
         prompt_ids = build_prompt(tokenizer, item, 0, system_prompt).token_ids
@@ -185,7 +214,7 @@ def skill_schedule(config: ConfigDict) -> optax.Schedule:
 class _Stream:
     """Endless demonstrations: tasks by weight, items of a task in shuffled order, careless with a fixed probability."""
 
-    def __init__(self, clean: dict[str, list[Sample]], careless: dict[str, list[Sample]], share: float, seed: list[int]):
+    def __init__(self, clean: Demonstrations, careless: Demonstrations, share: float, seed: list[int]):
         self._clean, self._careless, self._share = clean, careless, share
         self._random = np.random.default_rng(seed)
         self._orders: dict[str, list[int]] = {task: [] for task in clean}

@@ -58,7 +58,7 @@ def side(rate: float) -> dict:
 def run(tmp_path) -> Path:
     folder = tmp_path / "demo"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"run_name": f"demo {EVIL}", "seed": 3, "warmstart": {"careless_share": 0.55}}))
+    (folder / "config.json").write_text(json.dumps({"run_name": f"demo {EVIL}", "seed": 3}))
     with MetricsLog(folder / "metrics.jsonl") as metrics:
         for step in range(1, 31):
             values = {name: 0.1 + step / 100 for curve in CURVES for name, _ in curve.series if not name.startswith("validation")}
@@ -70,7 +70,9 @@ def run(tmp_path) -> Path:
         events.append(10, "validation", solve_rate=0.25, mean_score=0.5)
         events.append(15, "reset", optimizer=True, reason=EVIL)
         events.append(20, "reset", optimizer=True, reason="schedule")
-    (folder / "warm_start.json").write_text(json.dumps({"explanation": f"Careless answers {EVIL}.\n\nA change of habit.", "updates": 3550}))
+    (folder / "warm_start.json").write_text(
+        json.dumps({"explanation": f"Careless answers {EVIL}.\n\nA change of habit.", "updates": 3550, "careless_share": 0.55})
+    )
     summary = build_summary(
         before=side(0.3),
         after=side(0.9),

@@ -1,0 +1,89 @@
+import jax
+import numpy as np
+import pytest
+from factories import make_group, make_prompt, random_groups, tiny_config
+
+from jaxprorl.batch import batch_shapes, device_batch, host_batch, micro_batches_per_update
+from jaxprorl.sharding.mesh import make_mesh
+from jaxprorl.types import Group
+
+
+def sequences(arrays: dict[str, np.ndarray], update: int) -> list[tuple[list[int], list[int], set[float]]]:
+    """(tokens, learned targets, advantages of the learned tokens) of every sequence in one mini-batch, as they lie in the rows."""
+    found = []
+    rows = {name: value[update].reshape(-1, value.shape[-1]) for name, value in arrays.items() if name != "micro_batches"}
+    for row, segments in enumerate(rows["segment_ids"]):
+        for segment in range(1, segments.max() + 1):
+            here = segments == segment
+            learned = here & (rows["mask"][row] > 0)
+            advantages = set(rows["advantage"][row][learned].tolist())
+            found.append((rows["tokens"][row][here].tolist(), rows["targets"][row][learned].tolist(), advantages))
+    return found
+
+
+def group_with_errors() -> Group:
+    # Counted are 1, 0 and 1: mean 2/3, deviation sqrt(2)/3; (1 - 2/3) / 0.4714045 = 0.7071068, -2/3 / 0.4714045 = -1.4142136.
+    return make_group(make_prompt(0), [[10, 11], [20], [30, 31, 32], [40]], [1.0, 0.0, None, 1.0], [[-1, -2], [-3], [-4, -5, -6], [-7]])
+
+
+def test_samples_that_could_not_be_graded_are_left_out_and_the_others_carry_their_advantage() -> None:
+    config = tiny_config()
+    arrays, advantage_PN = device_batch(config, [group_with_errors()], make_mesh("dp"))
+    np.testing.assert_allclose(advantage_PN, [[0.7071068, -1.4142136, 0, 0.7071068]], rtol=1e-6)
+    arrays = jax.device_get(arrays)
+    by_response = {tuple(targets): (tokens, advantages) for tokens, targets, advantages in sequences(arrays, 0)}
+    assert by_response.keys() == {(10, 11), (20,), (40,)}
+    assert by_response[10, 11] == ([5, 6, 7, 10, 11], {advantage_PN[0, 0].item()})
+    assert by_response[20,] == ([5, 6, 7, 20], {advantage_PN[0, 1].item()})
+    assert by_response[40,] == ([5, 6, 7, 40], {advantage_PN[0, 3].item()})
+    learned = arrays["mask"] > 0
+    assert sorted(arrays["engine_logp"][learned]) == [-7, -3, -2, -1]
+    assert not arrays["engine_logp"][~learned].any()
+
+
+@pytest.mark.parametrize(("groups", "updates", "expected"), [(8, 4, [2, 2, 2, 2]), (7, 3, [3, 2, 2]), (2, 4, [1, 1, 0, 0]), (0, 2, [0, 0])])
+def test_mini_batches_take_the_groups_in_prompt_order_and_evenly(groups: int, updates: int, expected: list[int]) -> None:
+    config = tiny_config(batch__prompts=8, batch__updates=updates)
+    made = [make_group(make_prompt(i, [i + 1] * 3), [[40, 41], [42]] * 2, [1, 0, 0, 0]) for i in range(groups)]
+    arrays = host_batch(config, made, np.ones((groups, 4), np.float32))
+    found = [sorted({tokens[0] - 1 for tokens, _, _ in sequences(arrays, update)}) for update in range(updates)]
+    assert [len(ids) for ids in found] == expected
+    assert [i for ids in found for i in ids] == list(range(groups))
+    assert [len(sequences(arrays, update)) for update in range(updates)] == [4 * count for count in expected]
+    assert [count > 0 for count in arrays["micro_batches"]] == [count > 0 for count in expected]
+
+
+def test_everything_lies_in_the_micro_batches_that_are_in_use() -> None:
+    config = tiny_config(batch__prompts=6, batch__updates=2, batch__micro_batch_rows=2)
+    groups = random_groups(6)
+    arrays = host_batch(config, groups, np.ones((6, 4), np.float32))
+    learned = sum(len(completion.token_ids) for group in groups for completion in group.completions)
+    assert arrays["mask"].sum() == learned
+    for update, used in enumerate(arrays["micro_batches"]):
+        filled = arrays["segment_ids"][update].any(axis=(1, 2))
+        np.testing.assert_array_equal(filled, np.arange(len(filled)) < used)
+    assert (arrays["micro_batches"] < micro_batches_per_update(config)).all()  # packing is worth something
+
+
+@pytest.mark.parametrize("groups", [0, 1, 5])
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+def test_a_batch_has_the_shapes_and_shardings_that_were_compiled_for(groups: int, strategy: str) -> None:
+    config, mesh = tiny_config(batch__prompts=5, batch__updates=2), make_mesh(strategy)
+    shapes = batch_shapes(config, mesh)
+    arrays, advantage_PN = device_batch(config, random_groups(groups), mesh)
+    assert advantage_PN.shape == (groups, 4)
+    assert arrays.keys() == shapes.keys()
+    for name, array in arrays.items():
+        assert (array.shape, array.dtype) == (shapes[name].shape, shapes[name].dtype), name
+        assert array.sharding.is_equivalent_to(shapes[name].sharding, array.ndim), name
+    assert {len(shard.data[0, 0]) for shard in arrays["tokens"].addressable_shards} == {config.batch.micro_batch_rows // 2}
+
+
+def test_the_longest_possible_sequences_fit() -> None:
+    # 5 prompts in 2 updates: 3 groups of 4 samples at most, each in a row of its own, 4 rows per micro-batch: 3 micro-batches.
+    config = tiny_config(batch__prompts=5, batch__updates=2, batch__row_tokens=20)
+    assert micro_batches_per_update(config) == 3
+    groups = [make_group(make_prompt(i, [1] * 8), [[2] * 12] * 4, [1, 0, 0, 0]) for i in range(5)]
+    arrays = host_batch(config, groups, np.ones((5, 4), np.float32))
+    np.testing.assert_array_equal(arrays["micro_batches"], [3, 2])
+    assert arrays["mask"].sum() == 5 * 4 * 12

@@ -1,0 +1,238 @@
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ml_collections import ConfigDict
+
+from jaxprorl import config as config_module
+from jaxprorl.config import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICKSTART = str(ROOT / "configs/quickstart.py")
+
+
+def load(*overrides: str, file: str = QUICKSTART) -> ConfigDict:
+    config = config_module.load([f"--config={file}", *(f"--config.{override}" for override in overrides)])
+    config_module.validate(config)
+    return config
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("[!_]*.py")), ids=lambda path: path.stem)
+def test_shipped_configs_are_valid(file: Path) -> None:
+    if file.stem == "base":  # it names no tasks, on purpose
+        with pytest.raises(ConfigError, match=r"data\.tasks = {}: name at least one"):
+            load(file=str(file))
+    else:
+        assert load(file=str(file)).is_locked
+
+
+def test_overrides_have_their_fields_type() -> None:
+    config = load("steps=12", "optimizer.learning_rate=1e-5", "run_name=x", "resets.optimizer=False", "data.tasks.chain_sum.min_terms=2")
+    assert (config.steps, config.optimizer.learning_rate, config.run_name) == (12, 1e-5, "x")
+    assert config.resets.optimizer is False
+    assert config.data.tasks.chain_sum.min_terms == 2
+    assert load("optimizer.learning_rate=1").optimizer.learning_rate == 1.0
+
+
+def test_a_config_is_locked() -> None:
+    with pytest.raises(AttributeError, match="made_up"):
+        load().made_up = 1
+
+
+def test_a_config_file_may_take_an_argument(tmp_path: Path) -> None:
+    (tmp_path / "sweep.py").write_text(
+        "from configs import quickstart\ndef get_config(rate):\n"
+        "    c = quickstart.get_config()\n    c.optimizer.learning_rate = float(rate)\n    return c\n"
+    )
+    assert load(file=f"{tmp_path / 'sweep.py'}:0.5").optimizer.learning_rate == 0.5
+
+
+# override -> what its message must hold beside "FIELD = VALUE" (or "flag --config.FIELD=VALUE").
+WRONG_VALUES = {
+    "steps=0": "greater than 0",
+    "seed=-1": "0 or more",
+    "seed=4294967296": "below 2^32",
+    "evaluation.seed=4294967296": "below 2^32",
+    "optimizer.learning_rate=nan": "greater than 0",
+    "optimizer.learning_rate=inf": "greater than 0",
+    "algorithm.clip_low=1.5": "between 0 and 1",
+    "algorithm.clip_high=0.0": "greater than 0",
+    "algorithm.kl_coefficient=-0.1": "0 or more",
+    "rollout.temperature=0.0": "greater than 0",
+    "rollout.samples_per_prompt=1": "at least 2 samples",
+    "rollout.samples_per_prompt=7": "",  # reported for the field that must divide: rollout.slots
+    "rollout.slots=250": "rollout.samples_per_prompt x mesh.cpu_devices = 16, e.g. 256",
+    "rollout.decode_chunk_tokens=7": "divide rollout.max_response_tokens = 48",
+    "rollout.max_response_tokens=480": "",  # reported for batch.row_tokens
+    "batch.row_tokens=71": "rollout.max_prompt_tokens + rollout.max_response_tokens = 72",
+    "batch.micro_batch_rows=15": "divide by mesh.cpu_devices = 2",
+    "batch.max_drawn_factor=0.5": "1 or more",
+    "batch.max_drawn_factor=inf": "1 or more",
+    "batch.updates=33": "batch.prompts = 32",
+    "model.max_position_embeddings=64": "rollout.max_prompt_tokens + rollout.max_response_tokens = 72",
+    "model.head_dim=33": "even",
+    "model.num_key_value_heads=2": "divide model.num_attention_heads = 3",
+    "model.dtype=float16": "float32, bfloat16",
+    "model.path=/nowhere": "leave it empty for a warm start",
+    "mesh.strategy=zero": "dp, fsdp",
+    "mesh.cpu_devices=0": "greater than 0",
+    "warmstart.row_tokens=60": "rollout.max_prompt_tokens + rollout.max_response_tokens = 72",
+    "warmstart.rows=7": "divide by mesh.cpu_devices = 2",
+    "warmstart.max_skill_updates=10": "warmstart.skill_updates =",
+    "warmstart.gate_solve_rate=1.2": "between 0 and 1",
+    "optimizer.b1=1.0": "below 1",
+    "data.source=csv:x": "'reasoning_gym' or 'jsonl:PATH'",
+    "data.source=jsonl:/nowhere.jsonl": "current directory",
+    "run_name=../elsewhere": "letters, digits",
+    "on_existing=overwrite": "resume, replace",
+    "grading.timeout_s=0.0": "greater than 0",
+    "grading.max_error_share=-0.1": "between 0 and 1",
+    "checkpoint.keep=0": "greater than 0",
+    "reward=puzzles": "module:function",
+    "reward=jaxprorl.rewards.puzzles:exakt": "functions there:",
+    "evaluation.reward=nowhere:f": "put nowhere.py into",
+}
+# Where another field than the one given is to blame, its name and value.
+BLAMED = {
+    "rollout.samples_per_prompt=7": ("rollout.slots = 256: ", "e.g. 266"),
+    "rollout.max_response_tokens=480": ("batch.row_tokens = 96: ", "= 504"),
+    "optimizer.b1=1.0": ("optimizer.b1, b2 = (1.0, ", "below 1"),
+    "evaluation.reward=nowhere:f": ("evaluation.reward: reward = 'nowhere:f'", "put nowhere.py into"),
+}
+
+
+@pytest.mark.parametrize("override", WRONG_VALUES)
+def test_a_value_that_cannot_work_is_refused_with_field_value_and_remedy(override: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(override)
+    field, _, value = override.partition("=")
+    start, remedy = BLAMED.get(override, (f"{field} = ", WRONG_VALUES[override]))
+    message = str(caught.value)
+    assert message.startswith(start)
+    assert remedy in message
+    assert override in BLAMED or value in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("stepz=3", ["unknown field 'stepz' in --config.stepz=3: did you mean 'steps'?"]),
+        ("rollout.temprature=1.0", ["unknown field 'temprature' in --config.rollout.temprature=1.0: did you mean 'temperature'?"]),
+        ("data.tasks.chain_sums.min_terms=3", ["unknown field 'chain_sums' in --config.data.tasks.chain_sums.min_terms=3"]),
+        ("rollout.made.up=3", ["unknown field 'made' in --config.rollout.made.up=3"]),
+        ("steps=many", ["--config.steps=many"]),
+        ("steps=2.5", ["--config.steps=2.5"]),
+        ("optimizer.learning_rate=small", ["--config.optimizer.learning_rate=small"]),
+        ("resets.optimizer=perhaps", ["--config.resets.optimizer=perhaps"]),
+        ("rollout=3", ["rollout"]),
+    ],
+)
+def test_an_unknown_field_or_a_wrong_type_is_refused(override: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(override)
+    for word in [*words, "configs/base.py"]:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("c.lock(); c.stepz = 3", "unknown field 'stepz': did you mean 'steps'?"),
+        ("c.rollout.slotz += 1", "unknown field 'slotz': did you mean 'slots'?"),
+        ("None.x", "the config file raises AttributeError: 'NoneType' object has no attribute 'x'"),
+    ],
+)
+def test_a_mistake_in_a_config_file_is_told(body: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        f"from configs import quickstart\ndef get_config():\n    c = quickstart.get_config(); {body}\n    return c\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load(file=str(tmp_path / "mine.py"))
+    assert str(caught.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        ("c.data.tasks.chain_sums = ConfigDict()", ["data.tasks.chain_sums", "did you mean chain_sum"]),
+        ("c.data.tasks.chain_sum.min_term = 3", ["data.tasks.chain_sum.min_term = 3", "did you mean min_terms"]),
+        ("c.data.tasks.chain_sum.min_terms = 9", ["data.tasks.chain_sum", "min_terms=9", "max_terms must be >= min_terms"]),
+        ("c.data.tasks.chain_sum.seed = 9", ["data.tasks.chain_sum.seed = 9", "set data.*_seed"]),
+        ("c.data.tasks.chain_sum = ConfigDict({'min_terms': 'two'})", ["data.tasks.chain_sum", "min_terms='two'"]),
+    ],
+)
+def test_a_mistake_in_a_task_is_refused_before_anything_starts(edit: str, words: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from ml_collections import ConfigDict\nfrom configs import quickstart\n"
+        f"def get_config():\n    c = quickstart.get_config()\n    {edit}\n    return c\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load(file=str(file))
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "--config is missing: name an experiment file"),
+        (["--config=nowhere.py"], "--config=nowhere.py: no such file"),
+        ([f"--config={QUICKSTART}", "steps=3"], "unexpected argument 'steps=3'"),
+    ],
+)
+def test_a_command_line_that_names_no_config_is_refused(argv: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_module.load(argv)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "stepz=3",
+        "steps=many",
+        "rollout.samples_per_prompt=1",
+        "batch.row_tokens=71",
+        "reward=nowhere:f",
+        "data.tasks.chain_sum.min_terms=9",
+    ],
+)
+def test_the_command_line_refuses_quickly_and_writes_nothing(override: str, tmp_path: Path) -> None:
+    started_s = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch/train.py"), f"--config={QUICKSTART}", f"--config.{override}"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    seconds = time.perf_counter() - started_s
+    print(f"{override}: {seconds:.2f} s")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+    assert seconds < 6, "under 2 seconds on a quiet machine"
+
+
+def test_validating_imports_no_jax() -> None:
+    program = (
+        f"import sys; from jaxprorl import config\nconfig.validate(config.load(['--config={QUICKSTART}']))\nprint('jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_differences_name_the_fields() -> None:
+    old, new = {"a": 1, "b": {"c": 2, "d": 3}, "gone": 0}, {"a": 1, "b": {"c": 5, "d": 3}, "new": 7}
+    assert list(config_module.differences(old, new)) == [("b.c", 2, 5), ("gone", 0, None), ("new", None, 7)]
+
+
+def test_the_resolved_config_is_sorted_json() -> None:
+    text = config_module.to_json(load("steps=3"))
+    assert text.endswith("}\n")
+    assert '\n  "steps": 3,\n' in text
+    assert text.index('"algorithm"') < text.index('"batch"') < text.index('"warmstart"')

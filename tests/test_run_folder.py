@@ -1,0 +1,106 @@
+import json
+from pathlib import Path
+
+import pytest
+from ml_collections import ConfigDict
+
+from configs.quickstart import get_config
+from jaxprorl.config import ConfigError
+from jaxprorl.run_folder import RunFolder, move_aside, open_run
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ConfigDict:
+    config = get_config()
+    config.runs_dir = str(tmp_path / "runs")
+    return config
+
+
+def begin(config: ConfigDict) -> RunFolder:
+    """A run that has begun: it has an event."""
+    folder = open_run(config)
+    folder.events.write_text("{}\n")
+    return folder
+
+
+def test_a_new_run_gets_its_folder_with_the_resolved_config(config: ConfigDict, tmp_path: Path) -> None:
+    folder = open_run(config)
+    assert folder.path == tmp_path / "runs/quickstart"
+    assert json.loads(folder.config.read_text())["steps"] == config.steps
+    assert [path.name for path in folder.path.iterdir()] == ["config.json"]
+
+
+def test_the_same_config_goes_on(config: ConfigDict) -> None:
+    assert begin(config) == open_run(config)
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [("", "steps", 7), ("", "cache_dir", "x"), ("monitoring", "progress", False), ("checkpoint", "keep", 9), ("grading", "workers", 3)],
+)
+def test_fields_that_do_not_change_a_step_may_change(config: ConfigDict, section: str, field: str, value: object) -> None:
+    begin(config)
+    (config[section] if section else config)[field] = value
+    folder = open_run(config)
+    stored = json.loads(folder.config.read_text())
+    assert (stored[section] if section else stored)[field] == value
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "words"),
+    [
+        ("", "seed", 5, "seed was 0, now 5"),
+        ("algorithm", "clip_low", 0.1, "algorithm.clip_low was 0.2, now 0.1"),
+        ("validation", "every_steps", 3, "validation.every_steps was 20, now 3"),
+        ("grading", "timeout_s", 1.0, "grading.timeout_s was 5.0, now 1.0"),
+    ],
+)
+def test_another_config_is_refused_with_the_field_and_the_remedy(
+    config: ConfigDict, section: str, field: str, value: object, words: str
+) -> None:
+    folder = begin(config)
+    before = folder.config.read_text()
+    (config[section] if section else config)[field] = value
+    with pytest.raises(ConfigError) as caught:
+        open_run(config)
+    assert words in str(caught.value)
+    assert "--config.run_name" in str(caught.value)
+    assert "--config.on_existing=replace" in str(caught.value)
+    assert folder.config.read_text() == before
+
+
+def test_many_differences_are_cut_short(config: ConfigDict) -> None:
+    begin(config)
+    for field in ("rows", "row_tokens", "warmup_updates", "skill_updates", "careless_updates"):
+        config.warmstart[field] += 1
+    with pytest.raises(ConfigError, match="…"):
+        open_run(config)
+
+
+def test_a_start_that_failed_early_does_not_hold_the_folder(config: ConfigDict) -> None:
+    open_run(config)
+    config.seed = 5
+    assert json.loads(open_run(config).config.read_text())["seed"] == 5
+
+
+def test_tuples_in_a_config_are_no_difference(config: ConfigDict) -> None:
+    assert isinstance(config.data.tasks.complex_arithmetic.operations_weights, tuple)
+    begin(config)
+    open_run(config)
+
+
+def test_replace_moves_the_old_run_aside(config: ConfigDict) -> None:
+    folder = begin(config)
+    config.seed = 5
+    config.on_existing = "replace"
+    for number in (1, 2):
+        folder.events.write_text(f"{number}\n")
+        open_run(config)
+        assert not folder.events.exists()
+        assert (folder.path.with_name(f"quickstart.old-{number}") / "events.jsonl").read_text() == f"{number}\n"
+
+
+def test_moving_aside_takes_the_first_free_name(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x.old-1").mkdir()
+    assert move_aside(tmp_path / "x") == tmp_path / "x.old-2"

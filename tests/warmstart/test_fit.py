@@ -1,0 +1,175 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jaxprorl.data.splits import Items, load_items
+from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
+from jaxprorl.models import hf
+from jaxprorl.packing import Sample
+from jaxprorl.sharding.mesh import make_mesh, param_shardings
+from jaxprorl.warmstart import fit
+from jaxprorl.warmstart.tokenizer import build_tokenizer
+
+
+def sample(number: int, tokens: int = 4) -> Sample:
+    return Sample(np.array([1, 2], np.int32), np.full(tokens, number, np.int32))
+
+
+CLEAN = {"a": [sample(i) for i in range(10)], "b": [sample(100 + i) for i in range(5)]}
+CARELESS = {"a": [sample(1000 + i) for i in range(10)], "b": [sample(1100 + i) for i in range(5)]}
+
+
+def draw(stream: fit._Stream, weights: dict[str, float], count: int) -> list[int]:
+    return [int(stream.next(weights).response_ids[0]) for _ in range(count)]
+
+
+def stream(share: float = 0.0, seed: int = 0) -> fit._Stream:
+    return fit._Stream(CLEAN, CARELESS, share, [seed, 1])
+
+
+def test_the_stream_depends_on_its_seed_alone() -> None:
+    weights = {"a": 1.0, "b": 2.0}
+    assert draw(stream(0.3), weights, 200) == draw(stream(0.3), weights, 200)
+    assert draw(stream(0.3), weights, 200) != draw(stream(0.3, seed=1), weights, 200)
+
+
+def test_every_item_of_a_task_comes_once_before_any_comes_again() -> None:
+    drawn = draw(stream(), {"a": 1.0, "b": 0.0}, 30)
+    for start in (0, 10, 20):
+        assert sorted(drawn[start : start + 10]) == list(range(10))
+    assert drawn[:10] != drawn[10:20]
+
+
+def test_tasks_come_by_weight() -> None:
+    drawn = draw(stream(), {"a": 3.0, "b": 1.0}, 4000)
+    assert np.mean([number < 100 for number in drawn]) == pytest.approx(0.75, abs=0.03)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.62, 1.0])
+def test_careless_ones_come_by_their_share(share: float) -> None:
+    drawn = draw(stream(share), {"a": 1.0, "b": 1.0}, 4000)
+    assert np.mean([number >= 1000 for number in drawn]) == pytest.approx(share, abs=0.03)
+
+
+def test_the_learning_rate_rises_falls_to_a_tenth_and_stays() -> None:
+    config = tiny_run.get_config()
+    config.warmstart.learning_rate, config.warmstart.warmup_updates, config.warmstart.skill_updates = 1e-2, 10, 110
+    schedule = fit.skill_schedule(config)
+    rates = [float(schedule(update)) for update in (0, 5, 10, 60, 110, 500)]
+    np.testing.assert_allclose(rates, [0.0, 5e-3, 1e-2, 5.5e-3, 1e-3, 1e-3], rtol=1e-5)
+
+
+INPUTS = [
+    "seed=1", "model.hidden_size=64", "model.dtype=bfloat16", "data.train_per_task=61", "data.validation_seed=3000001",
+    "data.tasks.chain_sum.max_terms=4", "data.system_prompt=x", "warmstart.learning_rate=0.1", "warmstart.gate_solve_rate=0.1",
+    "rollout.max_response_tokens=36", "mesh.cpu_devices=4",
+]  # fmt: skip
+
+
+def changed(override: str) -> ConfigDict:
+    config = tiny_run.get_config()
+    config.update_from_flattened_dict({override.partition("=")[0]: _value(override.partition("=")[2])})
+    return config
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+@pytest.mark.parametrize("override", INPUTS)
+def test_the_fingerprint_changes_with_every_input(override: str) -> None:
+    assert fit.fingerprint(changed(override)) != fit.fingerprint(tiny_run.get_config())
+
+
+@pytest.mark.parametrize("override", ["steps=9", "run_name=x", "reward=a:b", "optimizer.learning_rate=0.5", "data.source=jsonl:x"])
+def test_the_fingerprint_does_not_change_with_anything_else(override: str) -> None:
+    assert fit.fingerprint(changed(override)) == fit.fingerprint(tiny_run.get_config())
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return make_mesh("dp")
+
+
+@pytest.fixture(scope="module")
+def tiny_items() -> Items:
+    return load_items(tiny_run.get_config())
+
+
+@pytest.fixture(scope="module")
+def tiny_tokenizer(tiny_items: Items, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return build_tokenizer(tiny_items.train, tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_demonstrations_end_with_a_stop_token_and_careless_ones_show_no_work(tiny_items: Items, tiny_tokenizer: Tokenizer) -> None:
+    clean, careless = fit.demonstrations(tiny_tokenizer, tiny_items, "", seed=0)
+    for task in ("chain_sum", "number_filtering"):
+        items = [item for item in tiny_items.train if item.task == task]
+        assert len(clean[task]) == len(careless[task]) == len(items)
+        for item, good, bad in zip(items, clean[task], careless[task], strict=True):
+            assert good.response_ids[-1] == bad.response_ids[-1] == tiny_tokenizer.stop_ids[0]
+            assert f"<answer>{item.answer}</answer>" in tiny_tokenizer.decode(good.response_ids)
+            assert f"<answer>{item.answer}</answer>" not in tiny_tokenizer.decode(bad.response_ids)
+            assert len(bad.response_ids) < len(good.response_ids)
+
+
+def test_a_batch_holds_whole_demonstrations_and_loses_none(tiny_items: Items, tiny_tokenizer: Tokenizer, mesh: Mesh) -> None:
+    config = tiny_run.get_config()
+    clean, _ = fit.demonstrations(tiny_tokenizer, tiny_items, "", seed=0)
+    weights = dict.fromkeys(clean, 1.0)
+    model_config = fit.model_shape(config, tiny_tokenizer)
+    params = hf_params(config, model_config, mesh)
+    trainer = fit._Trainer(config, model_config, mesh, params)
+    drawn = fit._Stream(clean, {}, 0.0, [0, 1])
+    batches = [trainer._fill(drawn, weights) for _ in range(6)]
+    trained = sum(int(batch["mask"].sum()) for batch in batches)
+    again = fit._Stream(clean, {}, 0.0, [0, 1])
+    lengths, total = [], 0
+    while total < trained:  # the same stream, uncut: the batches hold exactly its beginning
+        lengths.append(len(again.next(weights).response_ids))
+        total += lengths[-1]
+    assert total == trained
+    assert all(batch["tokens"].shape == (config.warmstart.rows, config.warmstart.row_tokens) for batch in batches)
+
+
+def hf_params(config: ConfigDict, model_config: Any, mesh: Mesh) -> Any:
+    shardings = param_shardings(model_config, mesh, config.mesh.strategy)
+    return jax.jit(lambda: fit.init_params(model_config, config.seed), out_shardings=shardings)()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_base_model_is_made_once_learns_and_is_the_same_when_made_again(tmp_path: Path, tiny_items: Items, mesh: Mesh) -> None:
+    config = tiny_run.get_config()
+    config.cache_dir = str(tmp_path / "one")
+    told: list[str] = []
+    report = lambda name, done, total, **shown: told.append(name)  # noqa: E731
+    folder, cached = fit.base_model(config, tiny_items, mesh, report)
+    assert (cached, folder.name) == (False, fit.fingerprint(config))
+    assert told == ["warm start: skill", "warm start: careless mix"]
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name], "nothing half-made is left"
+    assert fit.base_model(config, tiny_items, mesh, report) == (folder, True)
+    assert len(told) == 2
+
+    facts = json.loads((folder / "warm_start.json").read_text())
+    assert facts["skill_updates"] == 50
+    assert facts["history"][-1]["loss"] < 5.0 < np.log(facts["vocab_size"])
+    assert facts["tasks"] == ["chain_sum", "number_filtering"]
+    assert load_tokenizer(folder).vocab_size == facts["vocab_size"] == hf.read_config(folder).vocab_size
+
+    config.cache_dir = str(tmp_path / "two")
+    again, cached = fit.base_model(config, tiny_items, mesh, report)
+    assert not cached
+    assert tiny_run.files(again) == tiny_run.files(folder)

@@ -27,6 +27,7 @@ def get_config() -> ConfigDict:
     c.model.head_dim = 32  # >= 32, so that vLLM's CPU attention takes the same checkpoint
     c.model.rope_theta = 10000.0  # base of the rotary embedding; Qwen2 uses 1e6 for its long contexts
     c.model.max_position_embeddings = 512  # longest context, tokens
+    c.model.reference_dtype = "float32"  # of the reference policy's copy: "bfloat16" halves it
     c.model.dtype = "float32"  # compute dtype: "float32" or "bfloat16"; parameters and optimizer stay float32
 
     # Prompts. Splits come from seed ranges far apart (neighbouring reasoning-gym seeds share items) and are compared by hash at start.
@@ -115,6 +116,12 @@ def get_config() -> ConfigDict:
     c.checkpoint = ConfigDict()
     c.checkpoint.every_steps = 10  # a killed run loses at most so many steps; the last step is always saved
     c.checkpoint.keep = 3  # newest kept
+    c.checkpoint.keep_every_steps = 0  # and every one whose step this divides; 0 = none
+    c.checkpoint.keep_best = 1  # and so many with the highest validation solve rate
+    c.checkpoint.keep_resets = True  # and those right before a reset
+    c.checkpoint.on_damage = "stop"  # the newest one is damaged: "stop", or "previous" = go on from the one before, saying so
+    c.checkpoint.accept = ""  # what may differ from the run being resumed, comma-separated: fields of this file, data, tokenizer, reward
+    c.checkpoint.save_within_s = 60.0  # after SIGTERM or SIGUSR1: finish the step, save and leave within this time
 
     c.mesh = ConfigDict()
     c.mesh.strategy = "dp"  # table in jaxprorl/sharding/strategies.py

@@ -57,9 +57,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="commit")
         self._saving: tuple[int, Future[None]] | None = None  # step and outcome of the save under way
 
-    def save(
-        self, state: TrainState, host: Host, validation_solve_rate: float | None = None, reset_boundary: bool = False
-    ) -> None:
+    def save(self, state: TrainState, host: Host, validation_solve_rate: float | None = None, reset_boundary: bool = False) -> None:
         """Copies the arrays to the host and returns; files are written and committed in the background.
 
         Raises:
@@ -176,7 +174,7 @@ def restore_state(folder: Path, step: int, abstract: TrainState) -> TrainState:
     return state
 
 
-def restore_params(folder: Path, step: int, abstract: Params) -> Params:
+def restore_params(folder: Path, step: int, abstract: Any) -> Params:
     """The policy alone: a third of the memory or less. Raises as `restore_state` does."""
     params: Params = _restore(folder, step, {"params": abstract}, partial=True)["params"]
     return params
@@ -203,8 +201,8 @@ def require_space(folder: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed_bytes + SPARE_BYTES:
         raise CheckpointError(
-            f"{folder}: a checkpoint needs {needed_bytes / 1e6:.0f} MB and {SPARE_BYTES / 1e6:.0f} MB to spare, {free / 1e6:.0f} MB are free; "
-            "make room, lower checkpoint.keep, or set runs_dir to another disk"
+            f"{folder}: a checkpoint needs {needed_bytes / 1e6:.0f} MB and {SPARE_BYTES / 1e6:.0f} MB to spare, "
+            f"{free / 1e6:.0f} MB are free; make room, lower checkpoint.keep, or set runs_dir to another disk"
         )
 
 

@@ -12,15 +12,11 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from jaxprorl.data import reasoning_gym
-from jaxprorl.errors import DataError
+from jaxprorl.errors import ConfigError, RewardError, DataError
 from jaxprorl.rewards import puzzles, registry
 from jaxprorl.sharding.strategies import STRATEGIES
 
 HINT = "every field, with its type and unit, is in configs/base.py"
-
-
-class ConfigError(ValueError):
-    """A config that cannot run; the message names the field, its value and what would be right."""
 
 
 def load(argv: Sequence[str]) -> ConfigDict:
@@ -101,13 +97,13 @@ POSITIVE = (
     "rollout.decode_chunk_tokens", "batch.prompts", "batch.refill_prompts", "batch.updates", "batch.row_tokens",
     "batch.micro_batch_rows", "optimizer.learning_rate", "optimizer.eps", "optimizer.clip_norm",
     "grading.workers", "grading.timeout_s", "validation.items_per_task", "evaluation.temperature", "checkpoint.every_steps",
-    "checkpoint.keep", "mesh.cpu_devices",
+    "checkpoint.keep", "checkpoint.save_within_s", "mesh.cpu_devices",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "seed", "data.train_seed", "data.validation_seed", "data.held_out_seed", "warmstart.warmup_updates", "warmstart.careless_updates",
     "warmstart.max_corrections",
     "algorithm.kl_coefficient", "algorithm.zero_spread_tolerance", "optimizer.warmup_updates", "optimizer.weight_decay",
-    "resets.every_steps", "validation.every_steps", "evaluation.seed",
+    "resets.every_steps", "checkpoint.keep_every_steps", "checkpoint.keep_best", "validation.every_steps", "evaluation.seed",
 )  # fmt: skip
 SHARES = (
     "warmstart.gate_solve_rate", "warmstart.start_solve_rate", "warmstart.start_tolerance", "optimizer.b1", "optimizer.b2",
@@ -117,6 +113,8 @@ SHARES = (
 CHOICES = {
     "on_existing": ("resume", "replace"),
     "model.dtype": ("float32", "bfloat16"),
+    "model.reference_dtype": ("float32", "bfloat16"),
+    "checkpoint.on_damage": ("stop", "previous"),
     "mesh.strategy": tuple(STRATEGIES),
 }
 
@@ -193,7 +191,7 @@ def _check_rewards(config: ConfigDict) -> None:
         spec = config.reward if field == "reward" else config.evaluation.reward or config.reward
         try:
             registry.load_reward(spec)
-        except registry.RewardError as error:
+        except RewardError as error:
             raise ConfigError(str(error) if field == "reward" else f"evaluation.reward: {error}") from None
 
 

@@ -1,8 +1,10 @@
 """SIGTERM and SIGUSR1, as clusters send them before they take a machine away: finish the step, save, leave."""
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -35,10 +37,15 @@ class Preemption:
         self._previous: dict[int, Any] = {}
         self.requested: str | None = None  # name of the signal
 
-    def guarded(self, guarded: bool) -> None:
-        """Says whether the work that follows saves and leaves by itself."""
-        self._guarded = guarded
-        if not guarded and self.requested:
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Work that saves and ends by itself once `requested` is set; leaving it then leaves the process."""
+        self._guarded = True
+        try:
+            yield
+        finally:
+            self._guarded = False
+        if self.requested:
             raise Preempted
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

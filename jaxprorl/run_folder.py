@@ -1,12 +1,15 @@
 """The folder of a run: its files, and whether a command starts it, goes on with it or must not touch it."""
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from jaxprorl.config import ConfigError, differences, to_json
+from jaxprorl.config import differences, to_json
+from jaxprorl.errors import ConfigError
+from jaxprorl.run_lock import RunLock
 
 # Fields that may change between the first start and a resume: they do not change what a step computes.
 FREE_FIELDS = ("steps", "on_existing", "cache_dir", "runs_dir", "monitoring.", "checkpoint.", "grading.workers")
@@ -69,28 +72,40 @@ class RunFolder:
         return self.path / "summary.json"
 
 
-def open_run(config: ConfigDict) -> RunFolder:
-    """The run's folder, with `config.json` written.
+def accepted(config: ConfigDict) -> set[str]:
+    """What `config.checkpoint.accept` lets differ."""
+    return {name.strip() for name in config.checkpoint.accept.split(",")} - {""}
+
+
+def open_run(config: ConfigDict, stack: ExitStack) -> RunFolder:
+    """The run's folder, locked until `stack` closes, with `config.json` written.
 
     Raises:
         ConfigError: the folder holds a run of another config; names the first fields that differ.
+        RunLockedError: another process works in it.
     """
     folder = RunFolder(Path(config.runs_dir) / config.run_name)
-    if config.on_existing == "replace" and folder.path.exists():
+    folder.path.mkdir(parents=True, exist_ok=True)
+    lock = stack.enter_context(RunLock(folder.path))
+    if config.on_existing == "replace" and folder.config.exists():
         move_aside(folder.path)
+        folder.path.mkdir()
+        lock = stack.enter_context(RunLock(folder.path))
+    if lock.stale_owner:
+        print(f"{folder.path}: process {lock.stale_owner['pid']} on {lock.stale_owner['host']} died here; its lock is taken over")
     if folder.config.is_file() and folder.events.exists():  # else a start that failed before it did anything
         stored = json.loads(folder.config.read_text())
         changed = [
             f"{field} was {old!r}, now {new!r}"
             for field, old, new in differences(stored, json.loads(to_json(config)))
-            if not field.startswith(FREE_FIELDS)
+            if not field.startswith(FREE_FIELDS) and field not in accepted(config)
         ]
         if changed:
             raise ConfigError(
                 f"{folder.path} holds a run of another config ({'; '.join(changed[:4])}{' …' if len(changed) > 4 else ''}). "
-                "Choose another --config.run_name, or --config.on_existing=replace to move that run aside and start over"
+                "Choose another --config.run_name, or --config.on_existing=replace to move that run aside and start over, or "
+                f"--config.checkpoint.accept={','.join(change.split()[0] for change in changed)} to go on all the same"
             )
-    folder.path.mkdir(parents=True, exist_ok=True)
     temporary = folder.config.with_suffix(".tmp")
     temporary.write_text(to_json(config))
     temporary.rename(folder.config)

@@ -38,9 +38,7 @@ class RunLock:
             owner = self._owner()
             os.close(self._file)
             who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
-            raise RunLockedError(
-                f"{folder} is in use by {who}; wait for it, stop it, or choose another --config.run_name"
-            ) from None
+            raise RunLockedError(f"{folder} is in use by {who}; wait for it, stop it, or choose another --config.run_name") from None
         self.stale_owner = self._owner()
         text = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
         os.ftruncate(self._file, 0)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from jaxprorl.checkpoint import Checkpoints
+from jaxprorl.checkpoint import newest_sound_step, read_host, restore_params
 from jaxprorl.data.splits import load_splits
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
+from jaxprorl.errors import UserError
 from jaxprorl.models import hf
 from jaxprorl.rewards.pool import GraderPool
 from jaxprorl.rollout.engine import Sampling
@@ -20,7 +21,7 @@ from jaxprorl.start import abstract_params, prepare_devices
 from jaxprorl.types import Completion, Group, Prompt
 
 
-class SamplingError(ValueError):
+class SamplingError(UserError, ValueError):
     """Nothing can be sampled; the message says what is missing and what to do."""
 
 
@@ -59,8 +60,11 @@ def sample(path: Path, split: str, task: str | None, prompts: int, samples: int,
     chosen = choose(getattr(load_splits(config, tokenizer), split), task, prompts)
 
     shardings = param_shardings(model_config, mesh, config.mesh.strategy)
-    with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
-        params, run = checkpoints.restore_params(abstract_params(model_config, shardings))
+    step, _ = newest_sound_step(folder.checkpoints, "previous")
+    if step is None:
+        raise SamplingError(f"--run {path}: no checkpoint yet; the first is written after checkpoint.every_steps steps")
+    params = restore_params(folder.checkpoints, step, abstract_params(model_config, shardings))
+    run = read_host(folder.checkpoints, step).run
     # As many slots as there are prompts: what is drawn does not depend on their number, compilation time and memory do.
     rows = -(-min(len(chosen), max(1, config.rollout.slots // samples)) // mesh.size) * mesh.size
     config.rollout.slots = rows * samples
@@ -105,6 +109,4 @@ def _config(folder: RunFolder) -> ConfigDict:
         raise SamplingError(
             f"--run {folder.path}: no run there (it has no config.json); runs are in runs/ unless --config.runs_dir says so"
         )
-    if not folder.checkpoints.is_dir() or not any(folder.checkpoints.glob("step_*[0-9]")):
-        raise SamplingError(f"--run {folder.path}: no checkpoint yet; the first is written after checkpoint.every_steps steps")
     return ConfigDict(json.loads(folder.config.read_text()))

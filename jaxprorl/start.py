@@ -1,10 +1,11 @@
 """What comes before the loop: data, base model, engine, executables, and the state of step 0 or of the last checkpoint."""
 
+import hashlib
 import importlib.metadata
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,20 +17,21 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxprorl.batch import batch_shapes
-from jaxprorl.checkpoint import Checkpoints
+from jaxprorl.checkpoint import Checkpoints, newest_sound_step, read_host, require_space, restore_params, restore_state
 from jaxprorl.compilation import use_compilation_cache
-from jaxprorl.config import ConfigError
 from jaxprorl.data.splits import Items, Splits, fingerprint, load_items, load_splits
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
+from jaxprorl.errors import CheckpointError, ConfigError, ModelError
 from jaxprorl.evaluation.harness import evaluate
 from jaxprorl.models import hf
-from jaxprorl.models.qwen2 import Qwen2Config, build, declarations, parameter_count
+from jaxprorl.models.qwen2 import Params, Qwen2Config, build, declarations, parameter_count
 from jaxprorl.monitoring.progress import Progress
 from jaxprorl.monitoring.recorder import NO_LINES, Recorder
 from jaxprorl.resets.optimizer import reset
+from jaxprorl.rewards import registry
 from jaxprorl.rewards.pool import GraderPool
 from jaxprorl.rollout.jax_engine import JaxEngine
-from jaxprorl.run_folder import RunFolder
+from jaxprorl.run_folder import RunFolder, accepted
 from jaxprorl.sharding.mesh import make_mesh, replicated, set_cpu_devices
 from jaxprorl.state import RunState, TrainState, abstract_state, start_state, state_shardings
 from jaxprorl.update import Batch, Metrics, make_train_step
@@ -58,6 +60,7 @@ class Training:
     train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
     reset: Callable[[TrainState], TrainState]
     before: dict[str, Any]
+    identity: dict[str, str]
     recorded_s: float = 0.0  # clock when the last step's metrics were complete
 
 
@@ -74,10 +77,12 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         raise ConfigError(
             f"batch.prompts = {config.batch.prompts}: the train split holds {len(items.train)} prompts only; lower it, or add data"
         )
-    checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config.checkpoint.keep))
-    resumed = checkpoints.latest_step() is not None
+    step, damaged = newest_sound_step(folder.checkpoints, config.checkpoint.on_damage)
+    for problem in damaged:
+        progress.note(f"WARNING: {problem}; going on from the checkpoint of step {step}")
+    checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config))
     warm_start_s, cached = 0.0, True
-    if not resumed:
+    if step is None:
         started_s = time.perf_counter()
         base, cached = base_model(config, mesh, progress, items)
         warm_start_s = time.perf_counter() - started_s
@@ -88,15 +93,19 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
     splits = load_splits(config, tokenizer, items)
 
     shardings = state_shardings(config, model_config, mesh)
-    if resumed:
-        abstract = abstract_state(config, abstract_params(model_config, shardings.params), shardings)
-        state, run, offsets = checkpoints.restore(abstract)
-        if run.step > config.steps:
+    identity = identify(config, tokenizer, splits)
+    abstract = abstract_state(config, abstract_params(model_config, shardings.params), shardings)
+    require_space(folder.path, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)))
+    if step is not None:
+        if step > config.steps:
             raise ConfigError(
-                f"steps = {config.steps}: {folder.path} has {run.step} steps already; ask for more, or choose another --config.run_name"
+                f"steps = {config.steps}: {folder.path} has {step} steps already; ask for more, or choose another --config.run_name"
             )
+        host = read_host(folder.checkpoints, step)
+        check_identity(config, host.identity, identity)
+        state, run, offsets = restore_state(folder.checkpoints, step, abstract), host.run, host.offsets
     else:
-        params = hf.read_params(base, model_config, shardings.params)
+        params = read_start_params(base, model_config, shardings.params)
         state, run, offsets = start_state(config, params, shardings), RunState(), NO_LINES
     tasks = sorted({prompt.task for split in (splits.train, splits.validation, splits.held_out) for prompt in split})
     recorder = stack.enter_context(Recorder(config, folder, progress, tasks, run.step, offsets))
@@ -107,10 +116,10 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         graders=stack.enter_context(grader_pool(config, config.reward, folder)),
         exam_graders=stack.enter_context(grader_pool(config, config.evaluation.reward or config.reward, folder)),
         checkpoints=checkpoints, recorder=recorder, state=state, run=run,
-        train_step=lambda state, batch: (state, {}), reset=lambda state: state, before={},
+        train_step=lambda state, batch: (state, {}), reset=lambda state: state, before={}, identity=identity,
     )  # fmt: skip
     compile_all(training, shardings)
-    if resumed:
+    if step is not None:
         recorder.event(run.step, "resume", checkpoint_step=run.step, metrics_offset=offsets["metrics"], events_offset=offsets["events"])
         progress.note(f"{folder.path}: going on from the checkpoint of step {run.step}")
     else:
@@ -119,10 +128,51 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
     return training
 
 
+def identify(config: ConfigDict, tokenizer: Tokenizer, splits: Splits) -> dict[str, str]:
+    """Digests of what a run's numbers depend on beside its config. They are stored in checkpoints and compared on resume."""
+    texts = [(tokenizer.path / "tokenizer.json").read_bytes(), tokenizer.chat_template.encode(), repr(tokenizer.stop_ids).encode()]
+    return {
+        "data": fingerprint(splits),
+        "tokenizer": hashlib.sha256(b"\0".join(texts)).hexdigest(),
+        "reward": registry.reward_version(config.reward),
+    }
+
+
+def check_identity(config: ConfigDict, stored: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Refuses to go on with other data, another tokenizer or another reward.
+
+    Raises:
+        CheckpointError: names what differs and the field that accepts it.
+    """
+    changed = [name for name in sorted(now) if stored.get(name) != now[name] and name not in accepted(config)]
+    if changed:
+        details = "; ".join(f"{name} was {stored.get(name)}, is {now[name]}" for name in changed)
+        raise CheckpointError(
+            f"the checkpoint was made with other {' and '.join(changed)} ({details}). Go back to what it was, or say "
+            f"--config.checkpoint.accept={','.join(changed)} to go on all the same"
+        )
+
+
+def read_start_params(base: Path, model_config: Qwen2Config, shardings: dict[str, Any]) -> Params:
+    """The start model's parameters: of a Hugging Face folder, or of the newest checkpoint of another run."""
+    if not is_run(base):
+        return hf.read_params(base, model_config, shardings)
+    step, _ = newest_sound_step(RunFolder(base).checkpoints, "stop")
+    if step is None:
+        raise CheckpointError(f"model.path = {str(base)!r}: this run has no checkpoint yet")
+    return restore_params(RunFolder(base).checkpoints, step, abstract_params(model_config, shardings))
+
+
+def is_run(path: Path) -> bool:
+    """True if a folder is a run's, not a model's."""
+    return RunFolder(path).checkpoints.is_dir()
+
+
 def prepare_devices(config: ConfigDict) -> Mesh:
     """The mesh, with host devices and the compilation cache set up; before anything else touches JAX."""
     set_cpu_devices(config)
-    use_compilation_cache(Path(config.cache_dir) / "xla")
+    for name in use_compilation_cache(Path(config.cache_dir) / "xla"):
+        print(f"{config.cache_dir}: removed the torn cache entry {name}; it is compiled again")
     return make_mesh(config.mesh.strategy)
 
 
@@ -147,7 +197,7 @@ def check_model(config: ConfigDict, model_config: Qwen2Config, tokenizer: Tokeni
             f"{model_config.max_position_embeddings} tokens (max_position_embeddings); lower one of them"
         )
     if tokenizer.vocab_size > model_config.vocab_size:
-        raise hf.ModelError(
+        raise ModelError(
             f"{tokenizer.path}: tokenizer.json has {tokenizer.vocab_size} tokens, config.json vocab_size = {model_config.vocab_size}; "
             "they do not belong together"
         )
@@ -155,6 +205,7 @@ def check_model(config: ConfigDict, model_config: Qwen2Config, tokenizer: Tokeni
 
 def adopt_tokenizer(base: Path, folder: RunFolder) -> None:
     """Copies the start model's small files into the run, so that it can be resumed and sampled from without the model's folder."""
+    base = RunFolder(base).base_model if is_run(base) else base
     shutil.rmtree(folder.base_model, ignore_errors=True)
     folder.base_model.mkdir(parents=True)
     for file in sorted(base.iterdir()):
@@ -207,7 +258,8 @@ def compile_all(training: Training, shardings: TrainState) -> None:
         recorder.progress.phase("compiling", number, len(parts), part=name)
         started_s = time.perf_counter()
         made[name] = make()
-        recorder.event(run.step, "compile", name=name, time_s=round(time.perf_counter() - started_s, 2))
+        if not run.step:  # a resumed run's log continues as if nothing had happened
+            recorder.event(0, "compile", name=name, time_s=round(time.perf_counter() - started_s, 2))
     recorder.progress.phase("compiling", len(parts), len(parts))
     training.train_step = made["train_step"]
     # The engine is sampling with the parameters while a reset happens: they are not donated, the rest is.

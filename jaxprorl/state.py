@@ -1,9 +1,11 @@
 """What training changes: device arrays (TrainState) and the host's bookkeeping (RunState)."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -15,7 +17,7 @@ from jaxprorl.sharding.mesh import like_params, param_shardings
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Device arrays (or a tree of their shapes or shardings). `reference` is a copy of the policy in its dtype, sharded like it."""
+    """Device arrays (or a tree of their shapes or shardings). `reference` is a copy of the policy, sharded like it."""
 
     params: Any  # Params, or shapes or shardings of them
     reference: Any
@@ -55,17 +57,21 @@ def state_shardings(config: ConfigDict, model_config: Qwen2Config, mesh: Mesh) -
     return TrainState(params, params, like_params(opt_state, abstract, params, mesh))
 
 
+def reference_of(params: Params, config: ConfigDict) -> Params:
+    """The policy as it is now, copied in the reference's dtype."""
+    return jax.tree.map(lambda x: jnp.array(x, config.model.reference_dtype, copy=True), params)
+
+
 def start_state(config: ConfigDict, params: Params, shardings: TrainState) -> TrainState:
     """The state of step 0: the reference is the policy, the optimizer is fresh. Arrays are born sharded."""
-
-    def start(params: Params) -> TrainState:
-        copy = jax.tree.map(lambda x: x.copy(), params)
-        return TrainState(params, copy, make_optimizer(config).init(params))
-
-    return jax.jit(start, out_shardings=shardings)(params)
+    return jax.jit(_start(config), out_shardings=shardings)(params)
 
 
 def abstract_state(config: ConfigDict, params: Any, shardings: TrainState) -> Any:
     """Shapes, dtypes and target shardings of a TrainState, as compilation and restoring need them."""
-    shapes = jax.eval_shape(lambda p: TrainState(p, p, make_optimizer(config).init(p)), params)
+    shapes = jax.eval_shape(_start(config), params)
     return jax.tree.map(lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes, shardings)
+
+
+def _start(config: ConfigDict) -> Callable[[Params], TrainState]:
+    return lambda params: TrainState(params, reference_of(params, config), make_optimizer(config).init(params))

@@ -9,12 +9,15 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxprorl.batch import device_batch
+from jaxprorl.checkpoint import Host
 from jaxprorl.compilation import no_compilation
 from jaxprorl.config import validate
+from jaxprorl.errors import GraderError
 from jaxprorl.evaluation.harness import evaluate, first_per_task
 from jaxprorl.evaluation.report import write_report
 from jaxprorl.evaluation.summary import build_summary, peak_memory_bytes, write_summary
 from jaxprorl.models import hf
+from jaxprorl.preemption import Preemption
 from jaxprorl.resets.controller import BlindController
 from jaxprorl.rewards.pool import error_share
 from jaxprorl.rollout.collect import Rollout, RolloutBatch
@@ -23,10 +26,6 @@ from jaxprorl.run_folder import RunFolder, open_run
 from jaxprorl.start import Training, evaluate_held_out, start
 from jaxprorl.state import RunState, TrainState
 from jaxprorl.update import Metrics, host_metrics
-
-
-class GraderError(RuntimeError):
-    """Too many samples of a step could not be graded."""
 
 
 @dataclass
@@ -48,22 +47,25 @@ def train(config: ConfigDict) -> dict[str, Any]:
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: bad input, before long work starts.
+        CheckpointError: the newest checkpoint is damaged or of something else, or the disk is full.
+        RunLockedError: another process works in the run's folder.
         GraderError: `grading.max_error_share` was exceeded.
+        Preempted: SIGTERM or SIGUSR1 came; the run is saved (a SystemExit with `preemption.EXIT_STATUS`).
     """
     validate(config)
-    folder = open_run(config)
-    summary = finished(config, folder)
-    if summary:
-        return summary
     started_s = time.perf_counter()
-    with ExitStack() as stack:
+    with ExitStack() as stack, Preemption(config.checkpoint.save_within_s) as preemption:
+        folder = open_run(config, stack)
+        summary = finished(config, folder)
+        if summary:
+            return summary
         training = start(config, folder, stack)
-        with no_compilation():
-            loop(training)
+        with no_compilation(), preemption.guarded():
+            loop(training, preemption)
         return finish(training, started_s)
 
 
-def loop(training: Training) -> None:
+def loop(training: Training, preemption: Preemption) -> None:
     """Sample, grade, filter, advantages, K updates, swap, record: until `config.steps` (design: README, "The road")."""
     config, engine, recorder = training.config, training.engine, training.recorder
     resets = BlindController(config.resets.every_steps)
@@ -91,6 +93,8 @@ def loop(training: Training) -> None:
         recorder.rollout(step, batch, advantage_PN, training.tokenizer)
         recorder.event(step, "swap", policy_version=run.policy_version)
         done = Step(step, batch, metrics, validate_policy(training, step), dispatched_s)
+        if preemption.requested:
+            break
     training.run = record(training, done, state, run, last=True)
     training.state = state
 
@@ -124,9 +128,11 @@ def record(training: Training, done: Step | None, state: TrainState, run: RunSta
     training.recorded_s = now_s
     training.recorder.step(done.number, values)
     run = replace(run, rl_s=run.rl_s + values["time.step_s"])
-    if last or run.step % training.config.checkpoint.every_steps == 0:
+    reset_boundary = BlindController(training.config.resets.every_steps).due(run.step)
+    if last or reset_boundary or run.step % training.config.checkpoint.every_steps == 0:
         training.recorder.event(done.number, "checkpoint", checkpoint_step=run.step)
-        training.checkpoints.save(state, run, training.recorder.offsets())
+        host = Host(run, training.recorder.offsets(), training.identity)
+        training.checkpoints.save(state, host, done.validation.get("validation.solve_rate"), reset_boundary)
     return run
 
 

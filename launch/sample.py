@@ -16,8 +16,7 @@ from rich.text import Text
 
 from jaxprorl.data.jsonl import SPLITS
 from jaxprorl.data.tokenizer import Tokenizer
-from jaxprorl.errors import DataError
-from jaxprorl.rewards.registry import RewardError
+from jaxprorl.errors import UserError
 from jaxprorl.types import Group
 
 
@@ -56,13 +55,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
     args = parser.parse_args()
 
-    from jaxprorl.checkpoint import CheckpointError
-    from jaxprorl.models.hf import ModelError
-    from jaxprorl.sampling import SamplingError, sample
+    from jaxprorl.sampling import sample
 
     try:
         sampled = sample(args.run, args.split, args.task, args.prompts, args.samples, args.temperature, args.seed)
-    except (SamplingError, DataError, ModelError, RewardError, CheckpointError) as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     console = Console()

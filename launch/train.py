@@ -1,6 +1,7 @@
 """Trains: python launch/train.py --config=configs/quickstart.py [--config.FIELD=VALUE ...]
 
 Every field is in configs/base.py. A run that was stopped goes on from its last checkpoint when the same command is given again.
+SIGTERM and SIGUSR1 finish the step, save and leave with status 75.
 """
 
 import os
@@ -23,28 +24,25 @@ if __name__ == "__main__":
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxprorl import config as config_module
-from jaxprorl.errors import DataError
-from jaxprorl.rewards.registry import RewardError
+from jaxprorl.errors import UserError
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0 done, 2 bad input (one line on stderr), 130 interrupted."""
+    """Exit status: 0 done, 2 bad input (one line on stderr), 75 preempted and saved, 130 interrupted."""
     try:
         config = config_module.load(argv)
         config_module.validate(config)
-    except (config_module.ConfigError, RewardError) as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
-    from jaxprorl.checkpoint import CheckpointError
-    from jaxprorl.models.hf import ModelError
     from jaxprorl.monitoring.progress import before_after_text
-    from jaxprorl.train import GraderError, train
+    from jaxprorl.train import train
 
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         summary = train(config)
-    except (config_module.ConfigError, DataError, ModelError, RewardError, CheckpointError, GraderError) as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxprorl import config as config_module
-from jaxprorl.errors import DataError
+from jaxprorl.errors import UserError
 
 
 def main(argv: list[str]) -> int:
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
         mesh = prepare_devices(config)
         with Progress(0, config.monitoring.progress) as progress:
             folder, cached = base_model(config, mesh, progress)
-    except (config_module.ConfigError, DataError) as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{folder}{' (from the cache)' if cached else ''}")

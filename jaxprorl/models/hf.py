@@ -12,13 +12,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jaxprorl.errors import ModelError
 from jaxprorl.models.qwen2 import Declaration, Params, Qwen2Config, declarations
 
 ARCHITECTURE = "Qwen2ForCausalLM"
-
-
-class ModelError(ValueError):
-    """A model folder that cannot be used; the message names the file, what is wrong and what would be right."""
 
 
 def read_config(folder: str | Path) -> Qwen2Config:

@@ -1,11 +1,9 @@
 """Resets as functions on the training state."""
 
-import jax
-import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from jaxprorl.optimizer import make_optimizer
-from jaxprorl.state import TrainState
+from jaxprorl.state import TrainState, reference_of
 
 
 def reset(state: TrainState, config: ConfigDict) -> TrainState:
@@ -13,6 +11,5 @@ def reset(state: TrainState, config: ConfigDict) -> TrainState:
 
     ProRL (arXiv 2505.24864, section 2.3.2) hard-resets both. Jit it with the state donated: the copy is then made once.
     """
-    reference = jax.tree.map(jnp.copy, state.params)
     opt_state = make_optimizer(config).init(state.params) if config.resets.optimizer else state.opt_state
-    return TrainState(state.params, reference, opt_state)
+    return TrainState(state.params, reference_of(state.params, config), opt_state)

@@ -22,6 +22,7 @@ from typing import Self
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
+from jaxprorl.errors import GraderError
 from jaxprorl.rewards import registry, worker
 from jaxprorl.types import Completion, Prompt, Score
 
@@ -35,7 +36,7 @@ _BLAME_AFTER = 3  # pools lost in a row before the oldest completion counts as t
 _GIVE_UP_AFTER = 10  # pools lost in a row before the run stops
 
 
-class GraderPoolError(RuntimeError):
+class GraderPoolError(GraderError):
     """The graders cannot work at all: they do not start, or die whatever they are given."""
 
 

@@ -15,15 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from jaxprorl.errors import RewardError
 from jaxprorl.types import Prompt
 
 Reward = Callable[[str, Prompt], float]
 
 _SHAPE = 'expected "module:function", e.g. "jaxprorl.rewards.puzzles:exact" or "my_reward:score" for my_reward.py in this folder'
-
-
-class RewardError(ValueError):
-    """The config's `reward` cannot be used; the message names the value and the remedy."""
 
 
 def load_reward(spec: str) -> Reward:

@@ -56,8 +56,8 @@ def get_config() -> ConfigDict:
     c.warmstart.careless_updates = 80  # phase 2, careless answers mixed in
     c.warmstart.start_solve_rate = 0.27  # where phase 2 should leave the validation solve rate; sets the share of careless demonstrations
     c.warmstart.start_tolerance = 0.04  # phase 2 goes on with a corrected share, `correction_updates` at a time, until it is this close
-    c.warmstart.correction_updates = 20
-    c.warmstart.max_corrections = 8
+    c.warmstart.correction_updates = 20  # updates with each corrected share
+    c.warmstart.max_corrections = 8  # corrections at most; then the start is what it is
     c.warmstart.careless_learning_rate = 1e-3  # falls linearly to a tenth
 
     # Rollouts.

@@ -85,7 +85,7 @@ def make_train_step(graphdef: nnx.GraphDef, config: ConfigDict) -> Callable[[Tra
             reference, _ = batch_log_probs(graphdef, state.reference, micro, temperature)
             return logps[0].at[m].set(old), logps[1].at[m].set(reference)
 
-        empty = jnp.zeros(rows["mask"].shape, jnp.float32)
+        empty = jnp.zeros_like(rows["mask"])
         return jax.lax.fori_loop(0, used, body, (empty, empty))
 
     def update(state: TrainState, rows: Batch, used: jax.Array) -> tuple[TrainState, Metrics]:

@@ -13,6 +13,8 @@ from jaxprorl.models.qwen2 import Qwen2Config, declarations
 from jaxprorl.types import Completion, Group, Prompt, Score
 
 PROPERTY = settings(deadline=None, derandomize=True)  # the same examples every time, however busy the machine
+# Compile options for tests of formulas, where compiling takes the time: several times faster, hardly optimised.
+QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 TINY = Qwen2Config(
     vocab_size=48,

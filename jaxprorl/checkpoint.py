@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 
@@ -178,6 +179,19 @@ def restore_params(folder: Path, step: int, abstract: Any) -> Params:
     """The policy alone: a third of the memory or less. Raises as `restore_state` does."""
     params: Params = _restore(folder, step, {"params": abstract}, partial=True)["params"]
     return params
+
+
+def restore_arrays(folder: Path, step: int) -> Any:
+    """All arrays as they were saved, in host memory; needs no model and no mesh. Raises as `restore_state` does."""
+    commit.read_record(folder, step)
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            path = commit.step_folder(folder.absolute(), step) / "state"
+            tree = checkpointer.metadata(path).item_metadata.tree
+            restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+            return checkpointer.restore(path, args=ocp.args.PyTreeRestore(tree, restore_args=restore_args))
+    except Exception as error:  # Orbax raises many types for unreadable files
+        raise CheckpointError(f"checkpoint step {step} in {folder} cannot be read: {error}") from error
 
 
 def _restore(folder: Path, step: int, abstract: Any, partial: bool) -> Any:

@@ -12,7 +12,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from jaxprorl.data import reasoning_gym
-from jaxprorl.errors import ConfigError, RewardError, DataError
+from jaxprorl.errors import ConfigError, DataError, RewardError
 from jaxprorl.rewards import puzzles, registry
 from jaxprorl.sharding.strategies import STRATEGIES
 

@@ -95,7 +95,10 @@ def loop(training: Training, preemption: Preemption) -> None:
         done = Step(step, batch, metrics, validate_policy(training, step), dispatched_s)
         if preemption.requested:
             break
-    training.run = record(training, done, state, run, last=True)
+    training.run = record(training, done, state, run, leaving=True)
+    if preemption.requested:  # after the checkpoint: a resumed run's log continues as if nothing had happened
+        recorder.event(training.run.step, "interrupted", signal=preemption.requested)
+        recorder.progress.note(f"{preemption.requested}: saved after step {training.run.step}; the same command goes on from there")
     training.state = state
 
 
@@ -112,7 +115,7 @@ def advance(run: RunState, batch: RolloutBatch) -> RunState:
     )
 
 
-def record(training: Training, done: Step | None, state: TrainState, run: RunState, last: bool = False) -> RunState:
+def record(training: Training, done: Step | None, state: TrainState, run: RunState, leaving: bool = False) -> RunState:
     """Writes the metrics of the last step (waiting for its update) and, when due, a checkpoint. Returns `run` with its clock."""
     if done is None:
         return run
@@ -129,8 +132,10 @@ def record(training: Training, done: Step | None, state: TrainState, run: RunSta
     training.recorder.step(done.number, values)
     run = replace(run, rl_s=run.rl_s + values["time.step_s"])
     reset_boundary = BlindController(training.config.resets.every_steps).due(run.step)
-    if last or reset_boundary or run.step % training.config.checkpoint.every_steps == 0:
+    due = run.step == training.config.steps or reset_boundary or run.step % training.config.checkpoint.every_steps == 0
+    if due:  # one that a signal asked for is no event: the log of the uninterrupted run has none there
         training.recorder.event(done.number, "checkpoint", checkpoint_step=run.step)
+    if due or leaving:
         host = Host(run, training.recorder.offsets(), training.identity)
         training.checkpoints.save(state, host, done.validation.get("validation.solve_rate"), reset_boundary)
     return run

@@ -6,6 +6,7 @@ members are graded again one by one: only the culprit gets `grader_error`. Which
 """
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -253,8 +254,13 @@ class _Process(SpawnProcess):
     """A spawned process that does not run the parent's script again (it may import JAX, or lack a __main__ guard)."""
 
     def start(self) -> None:
-        with _hidden_main():
-            super().start()
+        # Born with SIGINT blocked: Ctrl-C reaches the whole terminal group, and until `worker.start` it would print a traceback.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with _hidden_main():
+                super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Context(SpawnContext):

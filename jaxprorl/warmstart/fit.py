@@ -7,6 +7,7 @@ No decision reads a clock; the gate counts updates.
 """
 
 import hashlib
+import importlib.metadata
 import json
 import shutil
 from collections.abc import Callable
@@ -46,10 +47,17 @@ Check = Callable[[int], dict[str, Any]]  # seed -> solve_summary of the validati
 
 def fingerprint(config: ConfigDict) -> str:
     """12 hex digits over everything that the base model depends on, this package's warm-start sources included."""
-    parts = {name: config[name].to_dict() for name in ("model", "data", "warmstart", "rollout", "mesh")}
-    parts["data"].pop("source")
-    sources = [*sorted(Path(__file__).parent.glob("*.py")), *sorted(Path(hf.__file__).parent.glob("*.py"))]
-    parts |= {"seed": config.seed, "jax": jax.__version__, "sources": [source.read_text() for source in sources]}
+    parts = {name: config[name].to_dict() for name in ("model", "data", "warmstart", "mesh")}
+    for section, field in (("data", "source"), ("model", "path"), ("model", "reference_dtype")):
+        parts[section].pop(field)  # of the RL run only
+    parts["rollout"] = {name: config.rollout[name] for name in ("max_prompt_tokens", "max_response_tokens", "slots", "decode_chunk_tokens")}
+    package = Path(__file__).parents[1]
+    sources = [
+        package / "packing.py",
+        *(file for room in ("warmstart", "models", "data") for file in sorted((package / room).glob("*.py"))),
+    ]
+    parts |= {"seed": config.seed, "sources": [source.read_text() for source in sources]}
+    parts["versions"] = {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "reasoning_gym")}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 

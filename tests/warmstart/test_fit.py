@@ -93,7 +93,9 @@ def test_the_fingerprint_changes_with_every_input(override: str) -> None:
     assert fit.fingerprint(changed(override)) != fit.fingerprint(tiny_run.get_config())
 
 
-@pytest.mark.parametrize("override", ["steps=9", "run_name=x", "reward=a:b", "optimizer.learning_rate=0.5", "data.source=jsonl:x"])
+@pytest.mark.parametrize(
+    "override", ["steps=9", "run_name=x", "reward=a:b", "optimizer.learning_rate=0.5", "data.source=jsonl:x", "rollout.temperature=0.7"]
+)
 def test_the_fingerprint_does_not_change_with_anything_else(override: str) -> None:
     assert fit.fingerprint(changed(override)) == fit.fingerprint(tiny_run.get_config())
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from factories import random_params, tiny_model
+from factories import QUICK_COMPILE, random_params, tiny_model
 from flax import nnx
 
 from jaxprorl.models import hf, qwen2
@@ -53,7 +53,7 @@ def logits(c: Qwen2Config, params: dict[str, np.ndarray], tokens: np.ndarray, dt
         return np.asarray(_logits(build(c, dtype), {name: jnp.asarray(value, dtype) for name, value in params.items()}, *ids))
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=0, compiler_options=QUICK_COMPILE)
 def _logits(graphdef: nnx.GraphDef, params: qwen2.Params, *ids: jax.Array) -> jax.Array:
     model = nnx.merge(graphdef, params)
     return model(*ids) @ model.head().T
@@ -132,6 +132,7 @@ def test_both_ways_to_look_up_an_embedding_are_exact(monkeypatch: pytest.MonkeyP
         np.testing.assert_array_equal(model.embed_tokens(jnp.asarray(tokens_BS)), params["embed"][tokens_BS])
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_close_to_float32() -> None:
     c = tiny_model()
     params, tokens = random_params(c), np.arange(1, 17)[None]
@@ -169,12 +170,13 @@ def test_parameters_of_the_1p5b_model_are_counted_right() -> None:
 
 
 def test_initial_values_are_as_declared() -> None:
-    params = init_params(tiny_model(vocab_size=2000), 1)
+    init = jax.jit(lambda seed: init_params(tiny_model(vocab_size=2000), seed), static_argnums=0, compiler_options=QUICK_COMPILE)
+    params = init(1)
     assert np.std(params["embed"]) == pytest.approx(0.02, rel=0.02)
     assert abs(np.mean(params["embed"])) < 5e-4
     assert not np.any(params["q_bias"]) and (np.asarray(params["mlp_norm"]) == 1).all()
     assert not np.array_equal(params["gate_kernel"], params["up_kernel"])  # every parameter has draws of its own
     assert not np.array_equal(params["gate_kernel"][0], params["gate_kernel"][1])  # and so has every layer
-    again, other = init_params(tiny_model(vocab_size=2000), 1), init_params(tiny_model(vocab_size=2000), 2)
+    again, other = init(1), init(2)
     np.testing.assert_array_equal(again["embed"], params["embed"])
     assert not np.array_equal(other["embed"], params["embed"])

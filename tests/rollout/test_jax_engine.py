@@ -235,6 +235,7 @@ def test_what_pads_a_prompt_has_no_influence(engine: JaxEngine) -> None:
         np.testing.assert_array_equal(after[key].logprobs, before[key].logprobs)
 
 
+@pytest.mark.slow
 def test_the_width_of_the_padding_has_no_influence(engine: JaxEngine) -> None:
     before = generate(engine, prompts())
     after = generate(make_engine(tiny_config(rollout__max_prompt_tokens=13), samples=[4]), prompts())

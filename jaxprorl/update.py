@@ -107,8 +107,8 @@ def make_train_step(graphdef: nnx.GraphDef, config: ConfigDict) -> Callable[[Tra
         metrics = {name: value if name in EXTREMES else value * per_token for name, value in sums.items()}
         metrics |= {
             "tokens.trained": tokens,
-            "grad_norm": optax.global_norm(gradients),
-            "update_norm": optax.global_norm(updates),
+            "grad_norm": optax.tree.norm(gradients),
+            "update_norm": optax.tree.norm(updates),
             "learning_rate": jnp.asarray(schedule(update_count(state.opt_state)), jnp.float32),
         }
         return jax.tree.map(lambda a, b: jnp.where(tokens > 0, a, b), new, state), metrics

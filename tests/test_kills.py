@@ -1,0 +1,219 @@
+"""Kill it anywhere: a run that is killed -9 again and again equals the uninterrupted one, file by file and bit by bit."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_run
+
+from jaxprorl import commit
+from jaxprorl.checkpoint_diff import compare
+
+pytestmark = pytest.mark.slow
+
+KILLED = -signal.SIGKILL
+RANDOM = "random"  # SIGKILL from outside at a random time; any other name is a point of kill_at.py
+# As few checkpoints as possible are kept, so that retention has something to remove.
+OPTIONS = ("checkpoint.keep=1", "checkpoint.keep_resets=False", "checkpoint.keep_best=0")
+CLOCKED = ("seconds", "completion_tokens_per_s", "peak_memory_bytes")  # of summary.json
+
+SHORT = ("generation:5", "just_after_saving", "update:2", RANDOM, RANDOM)
+
+# One run each. A named point must be reached by every state that the kills before it may leave: those of the loop come first.
+# Without warm-start model and executables:
+COLD = ("torn_entry:3", "compilation", "warm_start:2", "compilation:2", *[RANDOM] * 4)
+# Without warm-start model:
+NO_MODEL = ("warm_start_model", "evaluation_before:2", "generation:3", "grading:4", *[RANDOM] * 4)
+# With both:
+WARM = (
+    ("evaluation_before_file", "samples:2", "swap:2", "record", *[RANDOM] * 5),
+    ("just_after_saving", "reset", "update:2", "validation", "retention", *[RANDOM] * 4),
+    ("saving:3", RANDOM, RANDOM, "evaluation_after:2", RANDOM, "model", RANDOM, "summary", "report"),
+)
+
+
+class Victim:
+    """A run that is killed and started again with the same command, in `place`.
+
+    Args:
+        place: the user's folder.
+        duration_s: of the uninterrupted run; random kills are uniform over it.
+        seed: of their times.
+    """
+
+    def __init__(self, place: Path, duration_s: float, seed: int):
+        self.run = place / "runs/tiny"
+        self.landed: list[str] = []  # where, how many seconds after the start, and the last event if the log was open again
+        self._place, self._duration_s, self._random = place, duration_s, random.Random(seed)
+        self._said = ""
+
+    def kill(self, where: str) -> None:
+        """One start and its kill, which has landed when this returns."""
+        opened_ns = self._log_changed_ns()
+        ended = self._at_a_random_time() if where == RANDOM else self._at_a_point(where)
+        self._said += ended.stdout
+        last = tiny_run.lines(self.run / "events.jsonl")[-1:] if self._log_changed_ns() > opened_ns else []
+        after = "".join(f", step {event['step']} {event['kind']}" for event in last)
+        self.landed.append(f"{where} ({ended.seconds:.1f} s{after})")
+
+    def finish(self) -> str:
+        """The last start, which nobody disturbs; returns what all processes of this run printed."""
+        return self._said + tiny_run.train(self._place, *OPTIONS).stdout
+
+    def _log_changed_ns(self) -> int:
+        log = self.run / "events.jsonl"
+        return log.stat().st_mtime_ns if log.exists() else 0
+
+    def _at_a_point(self, point: str) -> tiny_run.Ended:
+        command = tiny_run.Command(self._place, *OPTIONS, program=[str(tiny_run.ROOT / "tests/kill_at.py"), point, "--"])
+        ended = command.wait()
+        assert ended.status == KILLED, f"{point} was not reached: exit status {ended.status}\n{ended.stdout}\n{ended.stderr}"
+        assert not command.left_behind()
+        return ended
+
+    def _at_a_random_time(self) -> tiny_run.Ended:
+        """If the run ended first, it is put back to where it was, and an earlier time is drawn."""
+        before = self._place / "before"
+        if self.run.exists():
+            shutil.copytree(self.run, before)
+        latest_s = self._duration_s
+        while True:
+            at_s = self._random.uniform(0, latest_s)
+            command = tiny_run.Command(self._place, *OPTIONS)
+            try:
+                command.process.wait(at_s)
+            except subprocess.TimeoutExpired:
+                command.process.kill()
+            ended = command.wait()
+            assert not command.left_behind()
+            if ended.status == KILLED:
+                shutil.rmtree(before, ignore_errors=True)
+                return ended
+            assert ended.status == 0, f"exit status {ended.status}\n{ended.stdout}\n{ended.stderr}"
+            latest_s = min(at_s, ended.seconds)
+            shutil.rmtree(self.run)
+            if before.exists():
+                shutil.copytree(before, self.run)
+
+
+def assert_equal(run: Path, reference: Path) -> None:
+    """Everything but the clock; `cached` of the event `warm_start` tells only whether a kill came after the warm start."""
+    assert tiny_run.timeless_metrics(run) == tiny_run.timeless_metrics(reference)
+    assert tiny_run.timeless_events(run, "resume") == tiny_run.timeless_events(reference, "resume")
+    for folder in ("samples", "model", "base_model"):
+        assert tiny_run.files(run / folder) == tiny_run.files(reference / folder), folder
+    for name in ("config.json", "warm_start.json"):
+        assert (run / name).read_bytes() == (reference / name).read_bytes(), name
+    before, after = (json.loads((folder / "summary.json").read_text()) for folder in (run, reference))
+    assert {**before, **dict.fromkeys(CLOCKED)} == {**after, **dict.fromkeys(CLOCKED)}
+
+    ours, theirs = run / "checkpoints", reference / "checkpoints"
+    assert commit.committed_steps(ours) == commit.committed_steps(theirs) == [tiny_run.STEPS]
+    assert commit.damage(ours, tiny_run.STEPS) is None
+    assert compare(ours, tiny_run.STEPS, theirs, tiny_run.STEPS) == []
+    # Nothing half-written lies about.
+    assert names(run) == names(reference)
+    assert names(ours) == names(theirs)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def tear_entries(cache: Path) -> list[Path]:
+    """Cuts every executable of the update in the compilation cache in half, as a kill does that comes while it is written."""
+    torn = sorted(cache.glob("jit_train_step-*-cache"))
+    for entry in torn:
+        entry.write_bytes(entry.read_bytes()[: entry.stat().st_size // 2])
+    return torn
+
+
+def show(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with capsys.disabled():
+        print(f"\n{text}", end="")
+        sys.stdout.flush()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder with the uninterrupted run; its cache serves the others."""
+    folder = tiny_run.new_home(tmp_path_factory)
+    (folder / "seconds").write_text(str(tiny_run.train(folder, *OPTIONS).seconds))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(home: Path) -> Path:
+    return home / "runs/tiny"
+
+
+@pytest.fixture(scope="module")
+def duration_s(home: Path, reference: Path) -> float:
+    """What the uninterrupted run took, without what restarts find in the cache: executables and warm-start model."""
+    compile_s = sum(event["time_s"] for event in tiny_run.lines(reference / "events.jsonl") if event["kind"] == "compile")
+    warm_start_s = json.loads((reference / "summary.json").read_text())["seconds"]["warm_start"]
+    return float((home / "seconds").read_text()) - compile_s - warm_start_s
+
+
+@pytest.mark.timeout(600)
+def test_a_run_killed_five_times_equals_the_uninterrupted_one(
+    home: Path, reference: Path, duration_s: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also: a torn entry of the compilation cache, found at a restart, is removed, said and made again."""
+    shutil.copytree(home / ".cache", tmp_path / ".cache")
+    victim = Victim(tmp_path, duration_s, seed=0)
+    victim.kill(SHORT[0])
+    torn = tear_entries(tmp_path / ".cache/xla")
+    for where in SHORT[1:]:
+        victim.kill(where)
+    said = victim.finish()
+    show(capsys, f"{len(victim.landed)} kills landed: {', '.join(victim.landed)}")
+    assert len(victim.landed) == 5
+    assert torn
+    assert all(said.count(f"removed the torn cache entry {entry.name}") == 1 for entry in torn)
+    assert any(entry.exists() for entry in torn), "made again"
+    assert_equal(victim.run, reference)
+
+
+@pytest.mark.timeout(300)
+def test_a_run_killed_between_summary_and_report_gets_its_report_at_the_next_start(home: Path, reference: Path, tmp_path: Path) -> None:
+    (tmp_path / ".cache").symlink_to(home / ".cache")
+    shutil.copytree(reference, tmp_path / "runs/tiny")
+    (tmp_path / "runs/tiny/summary.json").unlink()
+    (tmp_path / "runs/tiny/report.html").write_text("of fewer steps")
+    victim = Victim(tmp_path, 0.0, seed=0)
+    victim.kill("report")
+    victim.finish()
+    assert "of fewer steps" not in (victim.run / "report.html").read_text()
+    assert_equal(victim.run, reference)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+def test_runs_killed_at_every_point_and_at_random_times_equal_the_uninterrupted_one(
+    home: Path, reference: Path, duration_s: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    landed: list[str] = []
+    for number, kills in enumerate((COLD, NO_MODEL, *WARM)):
+        place = tmp_path / f"run_{number}"
+        place.mkdir()
+        if kills is NO_MODEL:
+            shutil.copytree(home / ".cache/xla", place / ".cache/xla")
+        elif kills is not COLD:
+            (place / ".cache").symlink_to(home / ".cache")
+        victim = Victim(place, duration_s, seed=number)
+        for where in kills:
+            victim.kill(where)
+        said = victim.finish()
+        landed += victim.landed
+        show(capsys, f"{len(landed)} kills landed, in this run: {', '.join(victim.landed)}")
+        if kills is COLD:
+            assert "removed the torn cache entry" in said
+        assert_equal(victim.run, reference)
+    show(capsys, f"{len(landed)} kills landed in {len(WARM) + 2} runs, {sum(RANDOM in where for where in landed)} of them random")
+    assert len(landed) >= 30

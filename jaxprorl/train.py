@@ -176,7 +176,11 @@ def finished(config: ConfigDict, folder: RunFolder) -> dict[str, Any] | None:
     if not folder.summary.is_file():
         return None
     summary: dict[str, Any] = json.loads(folder.summary.read_text())
-    return summary if summary["steps"] == config.steps else None
+    if summary["steps"] != config.steps:
+        return None
+    if not (folder.path / "report.html").is_file():  # it was killed between the two
+        write_report(folder.path)
+    return summary
 
 
 def finish(training: Training, started_s: float) -> dict[str, Any]:
@@ -207,6 +211,7 @@ def finish(training: Training, started_s: float) -> dict[str, Any]:
         peak_memory_bytes=peak_memory_bytes(),
         seed=config.seed,
     )
+    (folder.path / "report.html").unlink(missing_ok=True)  # of fewer steps
     write_summary(folder.path, summary)
     write_report(folder.path)
     return summary

@@ -2,10 +2,12 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,17 +26,41 @@ CLOCKED = ("seconds", "completion_tokens_per_s", "peak_memory_bytes")  # of summ
 
 SHORT = ("generation:5", "just_after_saving", "update:2", RANDOM, RANDOM)
 
-# One run each. A named point must be reached by every state that the kills before it may leave: those of the loop come first.
-# Without warm-start model and executables:
-COLD = ("torn_entry:3", "compilation", "warm_start:2", "compilation:2", *[RANDOM] * 4)
-# Without warm-start model:
-NO_MODEL = ("warm_start_model", "evaluation_before:2", "generation:3", "grading:4", *[RANDOM] * 4)
-# With both:
-WARM = (
-    ("evaluation_before_file", "samples:2", "swap:2", "record", *[RANDOM] * 5),
-    ("just_after_saving", "reset", "update:2", "validation", "retention", *[RANDOM] * 4),
-    ("saving:3", RANDOM, RANDOM, "evaluation_after:2", RANDOM, "model", RANDOM, "summary", "report"),
-)
+# One run each, of so many steps that a third of the time goes into the loop (and that the data's second epoch begins).
+# A named point must be reached from every state that the kills before it may leave: those of the loop come first.
+LONG_STEPS = 24
+RUNS = {
+    "without_executables": ("torn_entry:3", "compilation", "warm_start:2", "compilation:2", *[RANDOM] * 4),
+    "without_model": ("warm_start_model", "evaluation_before:2", "generation:3", "grading:4", *[RANDOM] * 4),
+    "first_steps": ("evaluation_before_file", "samples:2", "swap:2", "record", *[RANDOM] * 5),
+    "later_steps": ("just_after_saving", "reset", "update:2", "validation", "retention", *[RANDOM] * 4),
+    "end": ("saving:3", RANDOM, RANDOM, "evaluation_after:2", RANDOM, "model", RANDOM, "summary", "report"),
+}
+TOTAL: list[str] = []  # of all these runs
+
+
+@dataclass(frozen=True)
+class Uninterrupted:
+    """What the others are compared with.
+
+    Attributes:
+        run: its folder.
+        options: of its command.
+        seconds: what it took, without what restarts find in the cache: executables and warm-start model.
+    """
+
+    run: Path
+    options: tuple[str, ...]
+    seconds: float
+
+
+def uninterrupted(folder: Path, *options: str) -> Uninterrupted:
+    """Trains in `folder`."""
+    options = (*OPTIONS, *options)
+    ended, run = tiny_run.train(folder, *options), folder / "runs/tiny"
+    compile_s = sum(event["time_s"] for event in tiny_run.lines(run / "events.jsonl") if event["kind"] == "compile")
+    warm_start_s = json.loads((run / "summary.json").read_text())["seconds"]["warm_start"]
+    return Uninterrupted(run, options, ended.seconds - compile_s - warm_start_s)
 
 
 class Victim:
@@ -42,14 +68,14 @@ class Victim:
 
     Args:
         place: the user's folder.
-        duration_s: of the uninterrupted run; random kills are uniform over it.
-        seed: of their times.
+        uninterrupted: the run without kills; the times of random kills are uniform over its duration.
+        seed: of these times.
     """
 
-    def __init__(self, place: Path, duration_s: float, seed: int):
+    def __init__(self, place: Path, uninterrupted: "Uninterrupted", seed: int):
         self.run = place / "runs/tiny"
         self.landed: list[str] = []  # where, how many seconds after the start, and the last event if the log was open again
-        self._place, self._duration_s, self._random = place, duration_s, random.Random(seed)
+        self._place, self._uninterrupted, self._random = place, uninterrupted, random.Random(seed)
         self._said = ""
 
     def kill(self, where: str) -> None:
@@ -63,14 +89,15 @@ class Victim:
 
     def finish(self) -> str:
         """The last start, which nobody disturbs; returns what all processes of this run printed."""
-        return self._said + tiny_run.train(self._place, *OPTIONS).stdout
+        return self._said + tiny_run.train(self._place, *self._uninterrupted.options).stdout
 
     def _log_changed_ns(self) -> int:
         log = self.run / "events.jsonl"
         return log.stat().st_mtime_ns if log.exists() else 0
 
     def _at_a_point(self, point: str) -> tiny_run.Ended:
-        command = tiny_run.Command(self._place, *OPTIONS, program=[str(tiny_run.ROOT / "tests/kill_at.py"), point, "--"])
+        program = [str(tiny_run.ROOT / "tests/kill_at.py"), point, "--"]
+        command = tiny_run.Command(self._place, *self._uninterrupted.options, program=program)
         ended = command.wait()
         assert ended.status == KILLED, f"{point} was not reached: exit status {ended.status}\n{ended.stdout}\n{ended.stderr}"
         assert not command.left_behind()
@@ -81,10 +108,10 @@ class Victim:
         before = self._place / "before"
         if self.run.exists():
             shutil.copytree(self.run, before)
-        latest_s = self._duration_s
+        latest_s = self._uninterrupted.seconds
         while True:
             at_s = self._random.uniform(0, latest_s)
-            command = tiny_run.Command(self._place, *OPTIONS)
+            command = tiny_run.Command(self._place, *self._uninterrupted.options)
             try:
                 command.process.wait(at_s)
             except subprocess.TimeoutExpired:
@@ -113,9 +140,11 @@ def assert_equal(run: Path, reference: Path) -> None:
     assert {**before, **dict.fromkeys(CLOCKED)} == {**after, **dict.fromkeys(CLOCKED)}
 
     ours, theirs = run / "checkpoints", reference / "checkpoints"
-    assert commit.committed_steps(ours) == commit.committed_steps(theirs) == [tiny_run.STEPS]
-    assert commit.damage(ours, tiny_run.STEPS) is None
-    assert compare(ours, tiny_run.STEPS, theirs, tiny_run.STEPS) == []
+    assert commit.committed_steps(ours) == commit.committed_steps(theirs)
+    (step,) = commit.committed_steps(ours)
+    assert step == after["steps"]
+    assert commit.damage(ours, step) is None
+    assert compare(ours, step, theirs, step) == []
     # Nothing half-written lies about.
     assert names(run) == names(reference)
     assert names(ours) == names(theirs)
@@ -133,6 +162,12 @@ def tear_entries(cache: Path) -> list[Path]:
     return torn
 
 
+def points() -> list[str]:
+    """The names of kill_at.py's points."""
+    text = (tiny_run.ROOT / "tests/kill_at.py").read_text()
+    return re.findall(r'^    "(\w+)": ', text, re.MULTILINE)
+
+
 def show(capsys: pytest.CaptureFixture[str], text: str) -> None:
     with capsys.disabled():
         print(f"\n{text}", end="")
@@ -141,79 +176,80 @@ def show(capsys: pytest.CaptureFixture[str], text: str) -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder with the uninterrupted run; its cache serves the others."""
-    folder = tiny_run.new_home(tmp_path_factory)
-    (folder / "seconds").write_text(str(tiny_run.train(folder, *OPTIONS).seconds))
-    return folder
+    """A user's folder, with the cache that this session shares."""
+    return tiny_run.new_home(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def reference(home: Path) -> Path:
-    return home / "runs/tiny"
+def reference(home: Path) -> Uninterrupted:
+    """The tiny run."""
+    return uninterrupted(home)
 
 
 @pytest.fixture(scope="module")
-def duration_s(home: Path, reference: Path) -> float:
-    """What the uninterrupted run took, without what restarts find in the cache: executables and warm-start model."""
-    compile_s = sum(event["time_s"] for event in tiny_run.lines(reference / "events.jsonl") if event["kind"] == "compile")
-    warm_start_s = json.loads((reference / "summary.json").read_text())["seconds"]["warm_start"]
-    return float((home / "seconds").read_text()) - compile_s - warm_start_s
+def long_reference(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
+    """The same with more steps, its executables and model in the cache of `home`."""
+    return uninterrupted(tiny_run.new_home(tmp_path_factory), f"steps={LONG_STEPS}")
 
 
 @pytest.mark.timeout(600)
 def test_a_run_killed_five_times_equals_the_uninterrupted_one(
-    home: Path, reference: Path, duration_s: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    home: Path, reference: Uninterrupted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also: a torn entry of the compilation cache, found at a restart, is removed, said and made again."""
     shutil.copytree(home / ".cache", tmp_path / ".cache")
-    victim = Victim(tmp_path, duration_s, seed=0)
+    victim = Victim(tmp_path, reference, seed=0)
     victim.kill(SHORT[0])
     torn = tear_entries(tmp_path / ".cache/xla")
     for where in SHORT[1:]:
         victim.kill(where)
     said = victim.finish()
-    show(capsys, f"{len(victim.landed)} kills landed: {', '.join(victim.landed)}")
+    show(capsys, f"{len(victim.landed)} kills landed: {'; '.join(victim.landed)}")
     assert len(victim.landed) == 5
     assert torn
     assert all(said.count(f"removed the torn cache entry {entry.name}") == 1 for entry in torn)
     assert any(entry.exists() for entry in torn), "made again"
-    assert_equal(victim.run, reference)
+    assert_equal(victim.run, reference.run)
 
 
 @pytest.mark.timeout(300)
-def test_a_run_killed_between_summary_and_report_gets_its_report_at_the_next_start(home: Path, reference: Path, tmp_path: Path) -> None:
+def test_a_run_killed_between_summary_and_report_gets_its_report_at_the_next_start(
+    home: Path, reference: Uninterrupted, tmp_path: Path
+) -> None:
     (tmp_path / ".cache").symlink_to(home / ".cache")
-    shutil.copytree(reference, tmp_path / "runs/tiny")
+    shutil.copytree(reference.run, tmp_path / "runs/tiny")
     (tmp_path / "runs/tiny/summary.json").unlink()
     (tmp_path / "runs/tiny/report.html").write_text("of fewer steps")
-    victim = Victim(tmp_path, 0.0, seed=0)
+    victim = Victim(tmp_path, reference, seed=0)
     victim.kill("report")
     victim.finish()
     assert "of fewer steps" not in (victim.run / "report.html").read_text()
-    assert_equal(victim.run, reference)
+    assert_equal(victim.run, reference.run)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(2400)
-def test_runs_killed_at_every_point_and_at_random_times_equal_the_uninterrupted_one(
-    home: Path, reference: Path, duration_s: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_killed_at_named_points_and_at_random_times_equals_the_uninterrupted_one(
+    name: str, home: Path, long_reference: Uninterrupted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    landed: list[str] = []
-    for number, kills in enumerate((COLD, NO_MODEL, *WARM)):
-        place = tmp_path / f"run_{number}"
-        place.mkdir()
-        if kills is NO_MODEL:
-            shutil.copytree(home / ".cache/xla", place / ".cache/xla")
-        elif kills is not COLD:
-            (place / ".cache").symlink_to(home / ".cache")
-        victim = Victim(place, duration_s, seed=number)
-        for where in kills:
-            victim.kill(where)
-        said = victim.finish()
-        landed += victim.landed
-        show(capsys, f"{len(landed)} kills landed, in this run: {', '.join(victim.landed)}")
-        if kills is COLD:
-            assert "removed the torn cache entry" in said
-        assert_equal(victim.run, reference)
-    show(capsys, f"{len(landed)} kills landed in {len(WARM) + 2} runs, {sum(RANDOM in where for where in landed)} of them random")
-    assert len(landed) >= 30
+    if name == "without_model":
+        shutil.copytree(home / ".cache/xla", tmp_path / ".cache/xla")
+    elif name != "without_executables":
+        (tmp_path / ".cache").symlink_to(home / ".cache")
+    victim = Victim(tmp_path, long_reference, seed=list(RUNS).index(name))
+    for where in RUNS[name]:
+        victim.kill(where)
+    said = victim.finish()
+    TOTAL.extend(victim.landed)
+    by_chance = sum(where.startswith(RANDOM) for where in TOTAL)
+    show(capsys, f"{len(TOTAL)} kills landed so far, {by_chance} of them at random times; in this run: {'; '.join(victim.landed)}")
+    assert ("removed the torn cache entry" in said) == (name == "without_executables")
+    assert_equal(victim.run, long_reference.run)
+
+
+def test_the_long_form_kills_often_enough_and_at_every_point() -> None:
+    kills = [kill.partition(":")[0] for kills in RUNS.values() for kill in kills]
+    assert len(kills) >= 30
+    assert kills.count(RANDOM) >= 15
+    assert set(kills) - {RANDOM} == set(points())

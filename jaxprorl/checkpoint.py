@@ -46,13 +46,22 @@ class Checkpoints:
 
     Args:
         folder: made if needed; debris of a crash is removed.
-        config: `config.checkpoint` says what is kept, and what to do about damage.
+        config: `config.checkpoint` says what is kept.
+
+    Attributes:
+        debris: names of what a crash had left half written or half deleted.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
     """
 
     def __init__(self, folder: Path, config: ConfigDict):
         self.folder, self._config = folder.absolute(), config
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.debris = commit.remove_debris(self.folder, commit.committed_steps(self.folder))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.debris = commit.remove_debris(self.folder, commit.committed_steps(self.folder))
+        except OSError as error:
+            raise CheckpointError(f"{self.folder} cannot be written: {error}") from error
         handler = ocp.CompositeCheckpointHandler(state=_state_handler(), host=ocp.JsonCheckpointHandler())
         self._checkpointer = ocp.AsyncCheckpointer(handler)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="commit")
@@ -80,7 +89,7 @@ class Checkpoints:
         """Beside the loop, once Orbax's files are in place: digests, the commit record, and then retention."""
         self._checkpointer.wait_until_finished()
         commit.write_record(self.folder, step, SCHEMA, validation_solve_rate, reset_boundary)
-        records = [commit.read_record(self.folder, step) for step in commit.committed_steps(self.folder)]
+        records = commit.readable_records(self.folder)  # a damaged one is not ours to judge: it stays, and does not count
         kept = commit.to_keep(
             records,
             newest=self._config.checkpoint.keep,
@@ -91,6 +100,12 @@ class Checkpoints:
         for record in records:
             if record.step not in kept:
                 commit.remove(self.folder, record.step)
+
+    def forget_after(self, step: int) -> None:
+        """Removes later checkpoints: damaged ones of a future that the run, going on from `step`, will write anew."""
+        for later in commit.committed_steps(self.folder):
+            if later > step:
+                commit.remove(self.folder, later)
 
     def wait(self) -> None:
         """Blocks until the save under way is committed.
@@ -154,9 +169,7 @@ def read_host(folder: Path, step: int) -> Host:
     Raises:
         CheckpointError: there is none, it cannot be read, or a newer or older version of this package wrote it.
     """
-    record = commit.read_record(folder, step)
-    if record.schema != SCHEMA:
-        raise CheckpointError(f"checkpoint step {step} in {folder} has schema {record.schema}, this version of jaxprorl reads {SCHEMA}")
+    _require_schema(folder, step)
     try:
         # Written by Orbax's JSON handler; read directly, so that looking at checkpoints does not take JAX.
         content = json.loads((commit.step_folder(folder, step) / "host" / "metadata").read_text(encoding="utf-8"))
@@ -169,7 +182,7 @@ def restore_state(folder: Path, step: int, abstract: TrainState) -> TrainState:
     """The arrays of a checkpoint, placed into the shardings of `abstract` whatever they were saved under.
 
     Raises:
-        CheckpointError: there is none, or it does not fit the model.
+        CheckpointError: there is none, it does not fit the model, or another version of this package wrote it.
     """
     state: TrainState = _restore(folder, step, abstract, partial=False)
     return state
@@ -187,23 +200,48 @@ def restore_arrays(folder: Path, step: int) -> Any:
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             path = commit.step_folder(folder.absolute(), step) / "state"
-            tree = checkpointer.metadata(path).item_metadata.tree
+            tree = _stored_tree(path)
             restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
             return checkpointer.restore(path, args=ocp.args.PyTreeRestore(tree, restore_args=restore_args))
     except Exception as error:  # Orbax raises many types for unreadable files
         raise CheckpointError(f"checkpoint step {step} in {folder} cannot be read: {error}") from error
 
 
+def _require_schema(folder: Path, step: int) -> None:
+    record = commit.read_record(folder, step)
+    if record.schema != SCHEMA:
+        raise CheckpointError(f"checkpoint step {step} in {folder} has schema {record.schema}, this version of jaxprorl reads {SCHEMA}")
+
+
 def _restore(folder: Path, step: int, abstract: Any, partial: bool) -> Any:
-    commit.read_record(folder, step)
+    _require_schema(folder, step)
     restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
     arguments = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=partial)
     path = commit.step_folder(folder.absolute(), step) / "state"
     try:
-        with ocp.Checkpointer(_state_handler()) as checkpointer:
-            return checkpointer.restore(path, args=arguments)
-    except Exception as error:  # Orbax raises many types for a tree that does not fit
-        raise CheckpointError(f"checkpoint step {step} in {folder} does not fit this model and optimizer: {error}") from error
+        stored, wanted = _shapes(_stored_tree(path)), _shapes(abstract)
+        names = wanted if partial else stored | wanted
+        misfits = [name for name in names if stored.get(name) != wanted.get(name)]
+        if not misfits:
+            with ocp.Checkpointer(_state_handler()) as checkpointer:
+                return checkpointer.restore(path, args=arguments)
+    except Exception as error:  # Orbax raises many types
+        raise CheckpointError(f"checkpoint step {step} in {folder} cannot be read: {error}") from error
+    name = misfits[0]
+    raise CheckpointError(
+        f"checkpoint step {step} in {folder} does not fit this model and optimizer: {name} has shape {stored.get(name, 'none')} there, "
+        f"{wanted.get(name, 'none')} here ({len(misfits)} arrays differ)"
+    )
+
+
+def _stored_tree(path: Path) -> Any:
+    """The tree of what is stored; leaves know shape and dtype."""
+    return ocp.PyTreeCheckpointHandler().metadata(path).tree
+
+
+def _shapes(tree: Any) -> dict[str, list[int]]:
+    # Orbax gives back dicts and lists for classes: names without punctuation are the same for both.
+    return {jax.tree_util.keystr(path, simple=True, separator="."): list(leaf.shape) for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:

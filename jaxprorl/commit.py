@@ -5,6 +5,7 @@ checkpoint exists if and only if its record does; whatever else lies in the fold
 of every file: a bit that flips later is found when the checkpoint is read, not when the model turns out strange.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -65,7 +66,7 @@ def write_record(folder: Path, step: int, schema: int, validation_solve_rate: fl
     """Digests the checkpoint's files, makes them and their names durable, and commits them."""
     root = step_folder(folder, step)
     files = {name: _describe(root / name, sync=True) for name in _file_names(root)}
-    for directory in {root, *((root / name).parent for name in files)}:
+    for directory in [root, *(path for path in root.rglob("*") if path.is_dir())]:
         _sync_directory(directory)
     record = Record(step, schema, files, validation_solve_rate, reset_boundary)
     content = {"step": step, "schema": schema, "files": files}
@@ -98,6 +99,15 @@ def read_record(folder: Path, step: int) -> Record:
         raise CheckpointError(f"{folder} holds no committed checkpoint of step {step}") from None
     except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
+
+
+def readable_records(folder: Path) -> list[Record]:
+    """The records of all committed checkpoints, ascending, without those that are damaged."""
+    found = []
+    for step in committed_steps(folder):
+        with contextlib.suppress(CheckpointError):
+            found.append(read_record(folder, step))
+    return found
 
 
 def damage(folder: Path, step: int) -> str | None:

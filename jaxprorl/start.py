@@ -25,6 +25,7 @@ from jaxprorl.errors import CheckpointError, ConfigError, ModelError
 from jaxprorl.evaluation.harness import evaluate
 from jaxprorl.models import hf
 from jaxprorl.models.qwen2 import Params, Qwen2Config, build, declarations, parameter_count
+from jaxprorl.monitoring import events
 from jaxprorl.monitoring.progress import Progress
 from jaxprorl.monitoring.recorder import NO_LINES, Recorder
 from jaxprorl.resets.optimizer import reset
@@ -80,7 +81,13 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
     step, damaged = newest_sound_step(folder.checkpoints, config.checkpoint.on_damage)
     for problem in damaged:
         progress.note(f"WARNING: {problem}; going on from the checkpoint of step {step}")
+    if step is None:
+        check_nothing_was_saved(folder)
+        if folder.metrics.is_file() and folder.metrics.stat().st_size:
+            progress.note(f"WARNING: {folder.path} was stopped before its first checkpoint; it starts again from step 0")
     checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, config))
+    for name in checkpoints.debris:
+        progress.note(f"{folder.checkpoints}: removed {name}, left by a save or a removal that was cut short")
     warm_start_s, cached = 0.0, True
     if step is None:
         started_s = time.perf_counter()
@@ -104,6 +111,7 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         host = read_host(folder.checkpoints, step)
         check_identity(config, host.identity, identity)
         state, run, offsets = restore_state(folder.checkpoints, step, abstract), host.run, host.offsets
+        checkpoints.forget_after(step)  # only damaged ones are later
     else:
         params = read_start_params(base, model_config, shardings.params)
         state, run, offsets = start_state(config, params, shardings), RunState(), NO_LINES
@@ -126,6 +134,22 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         record_start(training, cached)
     training.before = evaluate_before(training, warm_start_s)
     return training
+
+
+def check_nothing_was_saved(folder: RunFolder) -> None:
+    """Refuses to start from zero where checkpoints are lost, not missing.
+
+    Raises:
+        CheckpointError: the log tells of checkpoints, and none is there.
+    """
+    told = [event for event in events.read(folder.events) if event["kind"] == "checkpoint"] if folder.events.is_file() else []
+    # A checkpoint is announced before it is saved, and a save waits for the one before it: of three, the first was committed.
+    if len(told) > 2:
+        raise CheckpointError(
+            f"{folder.checkpoints} holds no committed checkpoint, yet {folder.events.name} tells of {len(told)}: they were deleted, or an "
+            "older version of jaxprorl wrote them. Restore them with their .commit.json files, or start over with "
+            "--config.on_existing=replace"
+        )
 
 
 def identify(config: ConfigDict, tokenizer: Tokenizer, splits: Splits) -> dict[str, str]:

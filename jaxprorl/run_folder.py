@@ -81,9 +81,16 @@ def open_run(config: ConfigDict, stack: ExitStack) -> RunFolder:
     """The run's folder, locked until `stack` closes, with `config.json` written.
 
     Raises:
-        ConfigError: the folder holds a run of another config; names the first fields that differ.
+        ConfigError: the folder holds a run of another config (names the first fields that differ), or cannot be written.
         RunLockedError: another process works in it.
     """
+    try:
+        return _open_run(config, stack)
+    except OSError as error:
+        raise ConfigError(f"runs_dir = {config.runs_dir!r}: the run's folder cannot be written ({error}); choose another one") from error
+
+
+def _open_run(config: ConfigDict, stack: ExitStack) -> RunFolder:
     folder = RunFolder(Path(config.runs_dir) / config.run_name)
     folder.path.mkdir(parents=True, exist_ok=True)
     lock = stack.enter_context(RunLock(folder.path))

@@ -8,6 +8,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxprorl.data.tokenizer import Tokenizer
+from jaxprorl.errors import CheckpointError
 from jaxprorl.monitoring import events, metrics, samples
 from jaxprorl.monitoring.progress import Progress
 from jaxprorl.monitoring.tensorboard import TensorBoardMirror
@@ -23,14 +24,19 @@ class Recorder:
     Args:
         step: the first step that will be recorded.
         offsets: bytes of each log that belong to the steps before it.
+
+    Raises:
+        CheckpointError: a log holds less than that.
     """
 
     def __init__(
         self, config: ConfigDict, folder: RunFolder, progress: Progress, tasks: Collection[str], step: int, offsets: Mapping[str, int]
     ):
         for module, path, name in ((metrics, folder.metrics, "metrics"), (events, folder.events, "events")):
-            if path.exists():
+            try:
                 module.truncate(path, offsets[name])
+            except ValueError as error:  # lines that belong to the checkpoint are gone
+                raise CheckpointError(f"{error}. Restore the file, or start over with --config.on_existing=replace") from None
         samples.remove_after(folder.samples, step - 1)
         self._folder = folder
         self._metrics = metrics.MetricsLog(folder.metrics, tasks)

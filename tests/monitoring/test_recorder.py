@@ -6,6 +6,7 @@ from factories import make_group, make_prompt
 from ml_collections import ConfigDict
 
 from configs.base import get_config
+from jaxprorl.errors import CheckpointError
 from jaxprorl.monitoring import events, metrics, samples
 from jaxprorl.monitoring.progress import Progress
 from jaxprorl.monitoring.recorder import NO_LINES, Recorder
@@ -90,7 +91,7 @@ def test_a_start_from_nothing_forgets_a_run_that_had_no_checkpoint(config: Confi
 def test_offsets_of_another_run_are_refused(config: ConfigDict, tmp_path: Path) -> None:
     with recorder(config, tmp_path) as log:
         log.step(0, {"reward.mean": 0.25})
-    with pytest.raises(ValueError, match="not of the same run"):
+    with pytest.raises(CheckpointError, match="not of the same run"):
         recorder(config, tmp_path, step=5, offsets={"metrics": 9999, "events": 0})
 
 

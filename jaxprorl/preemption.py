@@ -52,11 +52,11 @@ class Preemption:
         if self.requested:
             os._exit(EXIT_STATUS)
         self.requested = signal.Signals(number).name
-        if not self._guarded:
-            raise Preempted
         self._timer = threading.Timer(self._save_within_s, os._exit, [EXIT_STATUS])
         self._timer.daemon = True
         self._timer.start()
+        if not self._guarded:
+            raise Preempted
 
     def __enter__(self) -> Self:
         self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}

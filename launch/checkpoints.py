@@ -1,6 +1,6 @@
 """Looks at the checkpoints of runs.
 
-python launch/checkpoints.py list RUN              what is there: step, size, validation, why it is kept
+python launch/checkpoints.py list RUN              what is there: step, size, validation solve rate, whether a reset follows
 python launch/checkpoints.py show RUN [--step N]   bookkeeping, identity and files of one (default: the newest)
 python launch/checkpoints.py verify RUN            reads every byte; exits 1 if any checkpoint is damaged
 python launch/checkpoints.py diff RUN_A RUN_B      the newest of each; or
@@ -35,12 +35,17 @@ def checkpoints_of(run: str) -> Path:
 
 def show_list(run: str) -> int:
     """One line per checkpoint."""
-    folder = checkpoints_of(run)
+    folder, bad = checkpoints_of(run), 0
     for step in commit.committed_steps(folder):
-        record = commit.read_record(folder, step)
+        try:
+            record = commit.read_record(folder, step)
+        except CheckpointError as error:
+            bad += 1
+            print(f"step {step:6d}  {error}")
+            continue
         rate = "" if record.validation_solve_rate is None else f"  validation {record.validation_solve_rate:.3f}"
         print(f"step {step:6d}  {record.bytes / 1e6:8.1f} MB{rate}{'  before a reset' if record.reset_boundary else ''}")
-    return 0
+    return 1 if bad else 0
 
 
 def show(run: str, step: int | None) -> int:
@@ -77,11 +82,11 @@ def diff(arguments: list[str]) -> int:
         step_a, step_b = (commit.committed_steps(folder)[-1] for folder in (folder_a, folder_b))
     else:
         raise CheckpointError(f"diff {' '.join(arguments)}: give RUN_A RUN_B, or RUN STEP_A STEP_B")
-    print(f"{folder_a} step {step_a} against {folder_b} step {step_b}")
     differences = compare(folder_a, step_a, folder_b, step_b)
+    outcome = f"{len(differences)} differences, the worst one last" if differences else "equal, bit for bit"
+    print(f"{folder_a} step {step_a} against {folder_b} step {step_b}: {outcome}")
     for difference in differences:
         print(f"{difference.name}: {difference.text}")
-    print(f"{len(differences)} differences; the worst is the line above" if differences else "equal, bit for bit")
     return 1 if differences else 0
 
 

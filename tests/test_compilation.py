@@ -1,11 +1,17 @@
 import logging
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import compilation_cache
 
-from jaxprorl.compilation import CompilationError, no_compilation
+from jaxprorl.compilation import CompilationError, no_compilation, remove_torn_entries
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def make_double():
@@ -63,3 +69,48 @@ def test_after_the_block_everything_is_as_before() -> None:
         raise KeyError
     assert (logger.level, logger.propagate, list(logger.handlers)) == before
     make_double()(jnp.ones(3))
+
+
+# Compiles (or takes from the cache) one function; prints what was removed, how often the cache helped, and the result.
+WITH_CACHE = """
+import sys
+import jax, jax.monitoring
+from jaxprorl.compilation import use_compilation_cache
+hits = []
+jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if name.endswith("cache_hits") else None)
+torn = use_compilation_cache(sys.argv[1])
+result = jax.jit(lambda x: 2 * x + 1).lower(jax.ShapeDtypeStruct((), "int32")).compile()(20)
+print(len(torn), len(hits), result)
+"""
+
+
+def test_torn_cache_entries_are_removed_and_compiled_again(tmp_path: Path) -> None:
+    def run() -> str:
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", WITH_CACHE, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run() == "0 0 41\n"
+    (entry,) = tmp_path.glob("*-cache")
+    whole = entry.read_bytes()
+    assert run() == "0 1 41\n"
+    entry.write_bytes(whole[: len(whole) // 2])  # as a kill in the middle of the write leaves it
+    assert run() == "1 0 41\n"
+    assert entry.read_bytes()[:2] == whole[:2] and len(entry.read_bytes()) > len(whole) // 2
+    assert run() == "0 1 41\n"
+
+
+@pytest.mark.parametrize("damage", ["empty", "one byte short", "one bit flipped", "zeros at the end"])
+def test_every_kind_of_torn_entry_is_found_and_the_others_stay(tmp_path: Path, damage: str) -> None:
+    whole = compilation_cache.compress_executable(bytes(range(256)) * 40)
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 16
+    torn = {"empty": b"", "one byte short": whole[:-1], "one bit flipped": bytes(flipped), "zeros at the end": whole[:-9] + bytes(9)}
+    (tmp_path / "a-cache").write_bytes(whole)
+    (tmp_path / "b-cache").write_bytes(torn[damage])
+    (tmp_path / "b-atime").write_bytes(b"no entry")
+    assert remove_torn_entries(tmp_path) == ["b-cache"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-cache", "b-atime"]
+    assert remove_torn_entries(tmp_path / "nowhere") == []

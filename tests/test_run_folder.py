@@ -1,12 +1,14 @@
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from ml_collections import ConfigDict
 
 from configs.quickstart import get_config
-from jaxprorl.config import ConfigError
-from jaxprorl.run_folder import RunFolder, move_aside, open_run
+from jaxprorl import run_folder
+from jaxprorl.errors import ConfigError, RunLockedError
+from jaxprorl.run_folder import RunFolder, move_aside
 
 
 @pytest.fixture
@@ -14,6 +16,12 @@ def config(tmp_path: Path) -> ConfigDict:
     config = get_config()
     config.runs_dir = str(tmp_path / "runs")
     return config
+
+
+def open_run(config: ConfigDict) -> RunFolder:
+    """Opened, and let go again."""
+    with ExitStack() as stack:
+        return run_folder.open_run(config, stack)
 
 
 def begin(config: ConfigDict) -> RunFolder:
@@ -27,7 +35,7 @@ def test_a_new_run_gets_its_folder_with_the_resolved_config(config: ConfigDict, 
     folder = open_run(config)
     assert folder.path == tmp_path / "runs/quickstart"
     assert json.loads(folder.config.read_text())["steps"] == config.steps
-    assert [path.name for path in folder.path.iterdir()] == ["config.json"]
+    assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "config.json"]
 
 
 def test_the_same_config_goes_on(config: ConfigDict) -> None:
@@ -36,8 +44,11 @@ def test_the_same_config_goes_on(config: ConfigDict) -> None:
 
 @pytest.mark.parametrize(
     ("section", "field", "value"),
-    [("", "steps", 7), ("", "cache_dir", "x"), ("monitoring", "progress", False), ("checkpoint", "keep", 9), ("grading", "workers", 3)],
-)
+    [
+        ("", "steps", 7), ("", "cache_dir", "x"), ("monitoring", "progress", False), ("checkpoint", "keep", 9), ("grading", "workers", 3),
+        ("checkpoint", "on_damage", "previous"),
+    ],
+)  # fmt: skip
 def test_fields_that_do_not_change_a_step_may_change(config: ConfigDict, section: str, field: str, value: object) -> None:
     begin(config)
     (config[section] if section else config)[field] = value
@@ -66,6 +77,7 @@ def test_another_config_is_refused_with_the_field_and_the_remedy(
     assert words in str(caught.value)
     assert "--config.run_name" in str(caught.value)
     assert "--config.on_existing=replace" in str(caught.value)
+    assert f"--config.checkpoint.accept={words.split()[0]} to go on all the same" in str(caught.value)
     assert folder.config.read_text() == before
 
 
@@ -74,6 +86,47 @@ def test_many_differences_are_cut_short(config: ConfigDict) -> None:
     for field in ("rows", "row_tokens", "warmup_updates", "skill_updates", "careless_updates"):
         config.warmstart[field] += 1
     with pytest.raises(ConfigError, match="…"):
+        open_run(config)
+
+
+def test_a_field_that_is_accepted_by_name_may_change_and_only_that_one(config: ConfigDict) -> None:
+    begin(config)
+    config.algorithm.clip_low, config.seed = 0.1, 5
+    config.checkpoint.accept = "data, algorithm.clip_low"
+    with pytest.raises(ConfigError, match=r"\(seed was 0, now 5\)"):
+        open_run(config)
+    config.checkpoint.accept = "algorithm.clip_low,seed"
+    open_run(config)
+    config.checkpoint.accept = ""
+    open_run(config)  # what was accepted is the run's config now
+
+
+def test_a_run_is_locked_until_the_stack_closes(config: ConfigDict, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        folder = run_folder.open_run(config, stack)
+        before = folder.config.read_text()
+        config.steps = 7
+        for config.on_existing in ("resume", "replace"):
+            with pytest.raises(RunLockedError, match="is in use by process"):
+                open_run(config)
+        assert folder.config.read_text() == before
+        assert [path.name for path in (tmp_path / "runs").iterdir()] == ["quickstart"]
+    open_run(config)
+
+
+def test_the_new_folder_of_a_replaced_run_is_locked_too(config: ConfigDict) -> None:
+    begin(config)
+    config.on_existing = "replace"
+    with ExitStack() as stack:
+        run_folder.open_run(config, stack)
+        config.on_existing = "resume"
+        with pytest.raises(RunLockedError):
+            open_run(config)
+
+
+def test_a_folder_that_cannot_be_written_is_a_clear_error(config: ConfigDict, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    with pytest.raises(ConfigError, match=r"runs_dir = .*: the run's folder cannot be written .*; choose another one"):
         open_run(config)
 
 

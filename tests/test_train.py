@@ -70,10 +70,12 @@ def assert_same_run(run: Path, reference: Path) -> None:
 def test_a_run_leaves_behind_what_is_promised(reference: Path) -> None:
     assert {path.name for path in reference.iterdir()} == {
         "config.json", "events.jsonl", "metrics.jsonl", "samples", "checkpoints", "report.html", "summary.json", "tensorboard", "model",
-        "base_model", "evaluation_before.json", "warm_start.json",
+        "base_model", "evaluation_before.json", "warm_start.json", ".lock",
     }  # fmt: skip
     assert sorted(tiny_run.files(reference / "samples")) == [f"step_{step:06d}.parquet" for step in range(tiny_run.STEPS)]
-    assert {path.name for path in (reference / "checkpoints").iterdir()} == {"step_2", "step_4", "step_6"}
+    committed = {f"step_{step}{suffix}" for step in (2, 4, 6) for suffix in ("", ".commit.json")}
+    assert {path.name for path in (reference / "checkpoints").iterdir()} == committed
+    assert (reference / ".lock").read_text() == "", "nobody holds it"
     assert len(list((reference / "tensorboard").iterdir())) == 1
     assert json.loads((reference / "config.json").read_text())["reward"] == "tiny_run:brevity"
     report = (reference / "report.html").read_text()
@@ -182,7 +184,7 @@ def test_killed_again_and_again_it_goes_on_and_equals_the_uninterrupted_run(plac
 
     # kill -9 in the loop, after a checkpoint.
     command = tiny_run.Command(place_without_model)
-    command.until(lambda: (run / "checkpoints/step_2").is_dir())
+    command.until(lambda: (run / "checkpoints/step_2.commit.json").is_file())
     command.process.kill()
     command.wait()
     assert not command.left_behind()

@@ -1,0 +1,82 @@
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxprorl.errors import RunLockedError
+from jaxprorl.run_lock import LOCK_NAME, RunLock
+
+ROOT = Path(__file__).resolve().parent.parent
+HOLD = """
+import sys
+from pathlib import Path
+from jaxprorl.run_lock import RunLock
+with RunLock(Path(sys.argv[1])) as lock:
+    print(lock.stale_owner, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the folder until its input ends."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stdout.readline() == "None\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_process_is_refused_and_told_who_holds_it(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    for _ in range(2):  # being refused changes nothing
+        with pytest.raises(RunLockedError) as caught:
+            RunLock(tmp_path)
+        assert f"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()}" in str(caught.value)
+        assert "--config.run_name" in str(caught.value)
+
+
+def test_a_lock_that_was_released_in_order_leaves_no_owner(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    holder.communicate("")
+    assert holder.returncode == 0
+    with RunLock(tmp_path) as lock:
+        assert lock.stale_owner is None
+    assert (tmp_path / LOCK_NAME).read_text() == ""
+
+
+def test_the_lock_of_a_killed_process_is_taken_over_and_names_it_once(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    with RunLock(tmp_path) as lock:
+        assert lock.stale_owner == {"pid": holder.pid, "host": socket.gethostname()}
+    with RunLock(tmp_path) as lock:
+        assert lock.stale_owner is None
+
+
+def test_one_process_cannot_hold_it_twice(tmp_path: Path) -> None:
+    with RunLock(tmp_path):
+        with pytest.raises(RunLockedError):
+            RunLock(tmp_path)
+        with pytest.raises(RunLockedError):
+            RunLock(tmp_path)
+    with RunLock(tmp_path):
+        pass
+
+
+def test_an_error_inside_releases_it(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), RunLock(tmp_path):
+        raise KeyError
+    with RunLock(tmp_path) as lock:
+        assert lock.stale_owner is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "7", json.dumps({"pid": 1})])
+def test_a_torn_or_strange_lock_file_is_no_obstacle(tmp_path: Path, content: str) -> None:
+    (tmp_path / LOCK_NAME).write_text(content)
+    with RunLock(tmp_path) as lock:
+        assert lock.stale_owner is None

@@ -54,7 +54,8 @@ def train(config: ConfigDict) -> dict[str, Any]:
     """
     validate(config)
     started_s = time.perf_counter()
-    with ExitStack() as stack, Preemption(config.checkpoint.save_within_s) as preemption:
+    # The stack is the inner one: it closes (and waits for the last save) while signals and the time limit still count.
+    with Preemption(config.checkpoint.save_within_s) as preemption, ExitStack() as stack:
         folder = open_run(config, stack)
         summary = finished(config, folder)
         if summary:

@@ -1,0 +1,186 @@
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny_run
+
+from jaxprorl.preemption import EXIT_STATUS, SIGNALS, Preempted, Preemption
+
+ROOT = Path(__file__).resolve().parent.parent
+LONG_S = 60.0
+
+
+def test_the_status_is_the_documented_one() -> None:
+    assert EXIT_STATUS == 75 == os.EX_TEMPFAIL
+    assert Preempted().code == 75
+    assert set(SIGNALS) == {signal.SIGTERM, signal.SIGUSR1}
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_guarded_work_goes_on_to_its_own_end(number: signal.Signals) -> None:
+    steps = []
+    with pytest.raises(Preempted), Preemption(LONG_S) as preemption:
+        with preemption.guarded():
+            for step in range(3):
+                if step == 1:
+                    signal.raise_signal(number)
+                steps.append(step)
+                if preemption.requested:
+                    break
+        raise AssertionError("not reached")
+    assert steps == [0, 1]
+    assert preemption.requested == number.name
+
+
+def test_unguarded_work_is_left_at_once() -> None:
+    with pytest.raises(Preempted), Preemption(LONG_S):
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("not reached")
+
+
+def test_an_error_inside_guarded_work_wins() -> None:
+    with pytest.raises(KeyError), Preemption(LONG_S) as preemption, preemption.guarded():
+        signal.raise_signal(signal.SIGTERM)
+        raise KeyError
+
+
+def test_without_a_signal_nothing_happens_and_handlers_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with Preemption(LONG_S) as preemption:
+        assert [signal.getsignal(number) for number in SIGNALS] != before
+        with preemption.guarded():
+            pass
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+# Guarded work that takes a minute to save; or, outside it, a clean-up that takes as long.
+SLOW = """
+import sys, time
+from jaxprorl.preemption import Preemption
+with Preemption(float(sys.argv[1])) as preemption:
+    print("ready", flush=True)
+    if sys.argv[2] == "guarded":
+        with preemption.guarded():
+            while not preemption.requested: time.sleep(0.01)
+            print("saving", flush=True)
+            time.sleep(60)
+    else:
+        try:
+            time.sleep(60)
+        finally:
+            print("saving", flush=True)
+            time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("where", ["guarded", "outside"])
+@pytest.mark.parametrize(("save_within_s", "second"), [(LONG_S, signal.SIGUSR1), (LONG_S, signal.SIGTERM), (0.5, None)])
+def test_a_second_signal_or_the_end_of_the_time_leaves_at_once(where: str, save_within_s: float, second: int | None) -> None:
+    command = [sys.executable, "-c", SLOW, str(save_within_s), where]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        started_s = time.perf_counter()
+        assert process.stdout.readline() == "saving\n"
+        if second:
+            process.send_signal(second)
+        assert process.wait(30) == EXIT_STATUS
+    assert time.perf_counter() - started_s < 5
+    assert second or time.perf_counter() - started_s >= 0.4
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder with an uninterrupted run."""
+    folder = tiny_run.new_home(tmp_path_factory)
+    tiny_run.train(folder)
+    return folder
+
+
+def place(home: Path, tmp_path: Path) -> Path:
+    (tmp_path / ".cache").symlink_to((home / ".cache").resolve())
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_preempted_run_saves_leaves_with_75_and_goes_on_to_equal_the_uninterrupted_one(home: Path, tmp_path: Path) -> None:
+    """SIGTERM to the process alone; then SIGUSR1 to its whole group, as Slurm sends it."""
+    folder, run, reference = place(home, tmp_path), tmp_path / "runs/tiny", home / "runs/tiny"
+    last = 0
+    for name in ("SIGTERM", "SIGUSR1"):
+        command = tiny_run.Command(folder)
+        command.until(lambda: len(tiny_run.lines(run / "metrics.jsonl")) > last)  # noqa: B023
+        sent_s = time.perf_counter()
+        number = signal.Signals[name]
+        command.process.send_signal(number) if name == "SIGTERM" else os.killpg(command.process.pid, number)
+        ended = command.wait(60)
+        assert time.perf_counter() - sent_s < 20
+        assert ended.status == EXIT_STATUS, ended.stderr
+        assert "Traceback" not in ended.stderr
+        assert not command.left_behind()
+        steps = len(tiny_run.lines(run / "metrics.jsonl"))
+        assert last < steps < tiny_run.STEPS
+        assert f"{name}: saved after step {steps}; the same command goes on from there" in ended.stdout
+        assert (run / f"checkpoints/step_{steps}.commit.json").is_file()
+        assert tiny_run.lines(run / "events.jsonl")[-1] == {"step": steps, "kind": "interrupted", "signal": name}
+        assert (run / ".lock").read_text() == ""
+        last = steps
+    ended = tiny_run.train(folder)
+    assert f"going on from the checkpoint of step {last}" in ended.stdout
+    assert tiny_run.timeless_metrics(run) == tiny_run.timeless_metrics(reference)
+    assert tiny_run.timeless_events(run, "resume", "compile") == tiny_run.timeless_events(reference, "resume", "compile")
+    assert tiny_run.files(run / "samples") == tiny_run.files(reference / "samples")
+    assert tiny_run.files(run / "model") == tiny_run.files(reference / "model")
+    script = [sys.executable, str(ROOT / "launch/checkpoints.py"), "diff", str(run), str(reference)]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_signal_in_the_warm_start_leaves_at_once_and_nothing_behind(home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home / ".cache/xla", tmp_path / ".cache/xla")
+    command = tiny_run.Command(tmp_path, "warmstart.skill_updates=100000", "warmstart.max_skill_updates=100000")
+    assert command.process.stdout and "warm start" in command.process.stdout.readline()
+    command.process.send_signal(signal.SIGUSR1)
+    sent_s = time.perf_counter()
+    ended = command.wait(60)
+    assert ended.status == EXIT_STATUS
+    assert time.perf_counter() - sent_s < 10
+    assert "Traceback" not in ended.stderr
+    assert not command.left_behind()
+    assert not (tmp_path / "runs/tiny/metrics.jsonl").exists()
+    assert not list((tmp_path / "runs/tiny").glob("checkpoints/*"))
+
+
+# launch/train.py on a disk that takes a minute for every checkpoint.
+SLOW_DISK = """
+import sys, time
+sys.path[:0] = [{launch!r}, {root!r}]
+import train as command
+from jaxprorl import commit
+write_record = commit.write_record
+commit.write_record = lambda *arguments: time.sleep(60) or write_record(*arguments)
+sys.exit(command.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_save_that_takes_too_long_is_given_up_in_time_and_commits_nothing(home: Path, tmp_path: Path) -> None:
+    folder, run = place(home, tmp_path), tmp_path / "runs/tiny"
+    program = SLOW_DISK.format(launch=str(ROOT / "launch"), root=str(ROOT))
+    command = tiny_run.Command(folder, "checkpoint.save_within_s=3.0", program=["-c", program])
+    command.until(lambda: bool(tiny_run.lines(run / "metrics.jsonl")))
+    command.process.send_signal(signal.SIGTERM)
+    sent_s = time.perf_counter()
+    assert command.wait(60).status == EXIT_STATUS
+    assert time.perf_counter() - sent_s < 10
+    assert not command.left_behind()
+    assert not list(run.glob("checkpoints/*.commit.json"))

@@ -155,8 +155,10 @@ class GraderPool:
         # Spawned, since forking a process with JAX's threads can deadlock.
         # The kernel ties a worker to the thread that started it, so a pool is to be made in a thread that outlives it.
         initargs = (self._spec, str(self._tokenizer_file), os.getpid())
-        pool = ProcessPool(self._workers, _RECYCLE_BATCHES, worker.start, initargs, _Context())
-        if not pool.active:  # reading it starts the processes now rather than at the first completion
+        with _held_signals():  # also for multiprocessing's resource tracker, which the first pool starts
+            pool = ProcessPool(self._workers, _RECYCLE_BATCHES, worker.start, initargs, _Context())
+            active = pool.active  # reading it starts the processes now rather than at the first completion
+        if not active:
             raise GraderPoolError("the grader processes did not start")
         return pool
 
@@ -250,17 +252,27 @@ def _explain(error: BaseException, timeout_s: float) -> str:
     return f"{type(error).__name__}: {error}"[: worker.MAX_DETAIL_CHARS]
 
 
+@contextmanager
+def _held_signals() -> Iterator[None]:
+    """Processes started meanwhile are born with these signals blocked, as is this thread.
+
+    They reach the whole process group, and until `worker.start` they would end a grader or make it print a traceback.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *worker.PREEMPTION})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class _Process(SpawnProcess):
     """A spawned process that does not run the parent's script again (it may import JAX, or lack a __main__ guard)."""
 
     def start(self) -> None:
-        # Born with SIGINT blocked: Ctrl-C reaches the whole terminal group, and until `worker.start` it would print a traceback.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            with _hidden_main():
-                super().start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with _held_signals(), _hidden_main():
+            super().start()
+        popen = vars(self)["_popen"]  # pebble and multiprocessing stop processes by SIGTERM, which graders outlive
+        popen.terminate = popen.kill
 
 
 class _Context(SpawnContext):

@@ -18,6 +18,8 @@ from jaxprorl.rewards import registry
 from jaxprorl.types import Outcome, Prompt
 
 MAX_DETAIL_CHARS = 500
+# A cluster sends these to every process of a job. The parent then finishes its step, for which it needs its graders.
+PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1
 _PARENT_POLL_S = 0.5
 
@@ -53,7 +55,9 @@ def start(spec: str, tokenizer_file: str, parent_pid: int) -> None:
     """
     global _reward, _tokenizer, _start_error
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the parent
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # die at once, also inside C code that never returns to Python
+    for number in PREEMPTION:  # handled rather than ignored: programs that a reward starts would inherit that
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION)
     _die_with(parent_pid)
     try:
         _reward = registry.load_reward(spec)

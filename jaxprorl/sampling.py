@@ -54,15 +54,15 @@ def sample(path: Path, split: str, task: str | None, prompts: int, samples: int,
             raise SamplingError(f"--{name} {value}: must be {least} or more")
     folder = RunFolder(path)
     config = _config(folder)
+    step, _ = newest_sound_step(folder.checkpoints, "previous")
+    if step is None:
+        raise SamplingError(f"--run {path}: no checkpoint yet; the first is written after checkpoint.every_steps steps")
     mesh = prepare_devices(config)
     tokenizer = load_tokenizer(folder.base_model)
     model_config = hf.read_config(folder.base_model)
     chosen = choose(getattr(load_splits(config, tokenizer), split), task, prompts)
 
     shardings = param_shardings(model_config, mesh, config.mesh.strategy)
-    step, _ = newest_sound_step(folder.checkpoints, "previous")
-    if step is None:
-        raise SamplingError(f"--run {path}: no checkpoint yet; the first is written after checkpoint.every_steps steps")
     params = restore_params(folder.checkpoints, step, abstract_params(model_config, shardings))
     run = read_host(folder.checkpoints, step).run
     # As many slots as there are prompts: what is drawn does not depend on their number, compilation time and memory do.

@@ -14,13 +14,13 @@ from jaxprorl.monitoring import tensorboard
 
 
 def main() -> int:
-    """Parses the command line, rebuilds, prints where the results are; 1 when there is no such run."""
+    """Parses the command line, rebuilds, prints where the results are; 2 when there is no such run."""
     parser = argparse.ArgumentParser(description="Rebuild report.html and the TensorBoard files of a run from its logs.")
     parser.add_argument("--run", type=Path, required=True, help="the run's folder, e.g. runs/quickstart")
     run: Path = parser.parse_args().run
-    if not run.is_dir():
-        print(f"no run folder {run}", file=sys.stderr)
-        return 1
+    if not (run / "config.json").is_file():
+        print(f"error: --run {run}: no run folder (it has no config.json)", file=sys.stderr)
+        return 2
     lines = tensorboard.derive(run / "metrics.jsonl", run / "events.jsonl", run / "tensorboard")
     print(f"{write_report(run)}\n{run / 'tensorboard'} ({lines} steps)")
     return 0

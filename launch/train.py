@@ -23,8 +23,20 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, stop_now)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ml_collections import ConfigDict
+
 from jaxprorl import config as config_module
+from jaxprorl.commit import committed_steps
 from jaxprorl.errors import UserError
+from jaxprorl.run_folder import RunFolder
+
+
+def what_comes_next(config: ConfigDict) -> str:
+    """What the same command will do after an interruption."""
+    steps = committed_steps(RunFolder(Path(config.runs_dir) / config.run_name).checkpoints)
+    if not steps:
+        return "there is no checkpoint yet, the same command starts over"
+    return f"the same command goes on from the last checkpoint, of step {steps[-1]}"
 
 
 def main(argv: list[str]) -> int:
@@ -46,7 +58,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on from the last checkpoint", file=sys.stderr)
+        print(f"interrupted: {what_comes_next(config)}", file=sys.stderr)
         return INTERRUPTED
     greedy = summary["greedy"]
     print(before_after_text(summary["before"], summary["after"], greedy["before"], greedy["after"]))

@@ -256,10 +256,9 @@ def render(run_dir: str | os.PathLike[str]) -> str:
     body.append(f"<h2>The run, step by step</h2>{_curves(rows, resets)}")
     body.append(f"<h2>What the run decided</h2>{_events(events)}")
     body.append(_samples(run / "samples"))
-    steps = rows[-1]["step"] if rows else None
     facts = [
         ("seed", (summary or {}).get("seed", start.get("seed", (config or {}).get("seed")))),
-        ("steps in the log", steps),
+        ("steps in the log", len(rows) or None),
         ("resets", len(resets)),
         ("parameters of the policy", start.get("parameters", (warm_start or {}).get("parameters"))),
         ("model", (config or {}).get("model")),

@@ -187,8 +187,9 @@ def mix_in_careless(
 EXPLANATION = (
     "The base model was made by supervised fine-tuning on demonstrations for these tasks: first clean worked solutions, then, for the "
     "last few updates, a mix in which most demonstrations are careless (no work, a wrong answer). It can solve the tasks but seldom "
-    "shows its work. The larger part of the gain that RL makes from here is therefore a change of habit, showing the work, and the "
-    "smaller part fewer slips; it is not new skill, and says nothing about larger models."
+    "shows its work. On these tasks the larger part of the gain that RL makes from here is therefore expected to be a change of habit, "
+    "showing the work, which the curve of response tokens shows, and the smaller part fewer slips. It is no evidence of new skill, and "
+    "says nothing about larger models or about other questions."
 )
 
 

@@ -192,5 +192,5 @@ def test_the_command_rebuilds_report_and_tensorboard_without_jax(run):
     assert list((run / "tensorboard").glob("events.out.tfevents.*"))
     assert not re.search(r"\| +jax(\.|$)", done.stderr, flags=re.MULTILINE)
     missing = subprocess.run([*command[:-1], str(run / "none")], capture_output=True, text=True, timeout=120, check=False)
-    assert missing.returncode == 1
+    assert missing.returncode == 2
     assert "no run folder" in missing.stderr

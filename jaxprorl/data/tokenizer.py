@@ -91,10 +91,10 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        value = config.get(name)
+        value = tokenizer_config.get(name)
         if isinstance(value, dict):  # an AddedToken written out
             value = value.get("content")
         if isinstance(value, str):
@@ -126,11 +126,11 @@ def _stop_ids(
     return tuple(dict.fromkeys(ids))
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str:
+def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
+    template = tokenizer_config.get("chat_template")
     if isinstance(template, list):  # several named templates
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template if isinstance(template, str) else ""

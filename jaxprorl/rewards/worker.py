@@ -63,7 +63,7 @@ def start(spec: str, tokenizer_file: str, parent_pid: int) -> None:
         _reward = registry.load_reward(spec)
         registry.prepare_reward(spec)
         _tokenizer = Tokenizer.from_file(tokenizer_file)
-    except BaseException as error:
+    except BaseException as error:  # kept, and told to the parent with the first batch: a process that dies here would only be replaced
         _start_error = _describe(error)
 
 

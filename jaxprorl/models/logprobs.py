@@ -1,13 +1,23 @@
-"""Log-probabilities and entropy of target tokens without keeping vocabulary-sized logits for a whole batch."""
+"""Log-probabilities and entropy of target tokens, without vocabulary-sized logits for more than one chunk of tokens.
+
+The tokens that count are moved to the front, then chunks of them are multiplied with the output matrix until none is left:
+prompt tokens and padding cost nothing but the rest of the last chunk. The backward pass multiplies again instead of keeping
+logits. Memory: a few times CHUNK_TOKENS x vocabulary, plus one gradient of the output matrix, however many tokens there are.
+"""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
-CHUNK_TOKENS = 512  # logits of this many tokens per row exist at a time; the backward pass recomputes them
+from jaxprorl.sharding.strategies import BATCH_AXES
+
+CHUNK_TOKENS = 512  # logits of this many tokens per device exist at a time
 
 
 def token_log_probs(
-    hidden_BSD: jax.Array, head_VD: jax.Array, targets_BS: jax.Array, temperature: float | jax.Array
+    hidden_BSD: jax.Array, head_VD: jax.Array, targets_BS: jax.Array, temperature: float, mask_BS: jax.Array, mesh: Mesh | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each target and entropy of each prediction, at the sampling temperature.
 
@@ -16,33 +26,106 @@ def token_log_probs(
         head_VD: output matrix.
         targets_BS: int32 token ids.
         temperature: > 0; logits are divided by it, as they are when sampling.
+        mask_BS: above 0 where results are wanted; elsewhere they are 0 and have no gradient.
+        mesh: rows are split over its batch axes, and every device works through its own tokens; None = one device.
 
     Returns:
         logp_BS and entropy_BS in nats, float32 (float64 for float64 inputs).
     """
-    size = hidden_BSD.shape[1]
-    if size <= CHUNK_TOKENS:
-        return _chunk(hidden_BSD, head_VD, targets_BS, temperature)
-    padding = -size % CHUNK_TOKENS
-    chunks = (size + padding) // CHUNK_TOKENS
-
-    def split(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(padded.reshape(x.shape[0], chunks, CHUNK_TOKENS, *x.shape[2:]), 1, 0)
-
-    compute = jax.checkpoint(lambda hidden, targets: _chunk(hidden, head_VD, targets, temperature))
-    logp, entropy = jax.lax.map(lambda pair: compute(*pair), (split(hidden_BSD), split(targets_BS)))
-    join = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :size]  # noqa: E731
-    return join(logp), join(entropy)
+    if mesh is None or mesh.size == 1:
+        return _rows(hidden_BSD, head_VD, targets_BS, temperature, mask_BS)
+    rows = PartitionSpec(BATCH_AXES)
+    # Per device, because moving tokens to the front of the whole batch would send them between devices.
+    compute = jax.shard_map(
+        lambda hidden, head, targets, mask: _rows(hidden, head, targets, temperature, mask),
+        mesh=mesh,
+        in_specs=(rows, PartitionSpec(), rows, rows),
+        out_specs=rows,
+        check_vma=False,
+    )
+    return compute(hidden_BSD, head_VD, targets_BS, mask_BS)
 
 
-def _chunk(hidden_BSD: jax.Array, head_VD: jax.Array, targets_BS: jax.Array, temperature: float | jax.Array) -> tuple[jax.Array, jax.Array]:
-    batch, size, width = hidden_BSD.shape
-    accumulate = jnp.promote_types(hidden_BSD.dtype, jnp.float32)
-    logits_NV = jnp.dot(hidden_BSD.reshape(-1, width), head_VD.T, preferred_element_type=accumulate) / temperature
-    logp_NV = jax.nn.log_softmax(logits_NV, axis=-1)
-    # A masked sum instead of a gather: its gradient is elementwise, a gather's is a scatter.
-    hit_NV = jnp.arange(head_VD.shape[0])[None, :] == targets_BS.reshape(-1, 1)
-    logp_N = jnp.sum(jnp.where(hit_NV, logp_NV, 0.0), axis=-1)
-    entropy_N = -jnp.sum(jnp.exp(logp_NV) * logp_NV, axis=-1)
-    return logp_N.reshape(batch, size), entropy_N.reshape(batch, size)
+def _rows(
+    hidden_BSD: jax.Array, head_VD: jax.Array, targets_BS: jax.Array, temperature: float, mask_BS: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    wanted_N = mask_BS.reshape(-1) > 0
+    hidden_ND = hidden_BSD.reshape(-1, hidden_BSD.shape[-1])
+    logp_N, entropy_N = _tokens(temperature, hidden_ND, head_VD, targets_BS.reshape(-1), wanted_N)
+    return logp_N.reshape(mask_BS.shape), entropy_N.reshape(mask_BS.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tokens(
+    temperature: float, hidden_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, wanted_N: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return _forward(temperature, hidden_ND, head_VD, targets_N, wanted_N)[0]
+
+
+def _forward(temperature: float, hidden_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, wanted_N: jax.Array) -> tuple:
+    order_M, place_N = _wanted_first(wanted_N)
+    size = _chunk_tokens(wanted_N.size)
+    start_M = jnp.zeros(order_M.size, jnp.promote_types(hidden_ND.dtype, jnp.float32))
+
+    def chunk(c: jax.Array, results_M: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        here_C = jax.lax.dynamic_slice_in_dim(order_M, c * size, size)
+        logp_CV = _log_softmax(hidden_ND[here_C], head_VD, temperature)
+        logp_C = jnp.take_along_axis(logp_CV, targets_N[here_C][:, None], axis=1)[:, 0]
+        entropy_C = -jnp.sum(jnp.exp(logp_CV) * logp_CV, axis=1)
+        new = logp_C, entropy_C
+        return tuple(jax.lax.dynamic_update_slice_in_dim(old, x, c * size, 0) for old, x in zip(results_M, new, strict=True))
+
+    count = jnp.sum(wanted_N)
+    results_M = jax.lax.fori_loop(0, (count + size - 1) // size, chunk, (start_M, start_M))
+    logp_N, entropy_N = (jnp.where(wanted_N, x[place_N], 0) for x in results_M)
+    return (logp_N, entropy_N), (hidden_ND, head_VD, targets_N, wanted_N, entropy_N)
+
+
+def _backward(temperature: float, saved: tuple, gradients_N: tuple[jax.Array, jax.Array]) -> tuple:
+    hidden_ND, head_VD, targets_N, wanted_N, entropy_N = saved
+    order_M, place_N = _wanted_first(wanted_N)
+    size = _chunk_tokens(wanted_N.size)
+    accumulate = entropy_N.dtype
+    count = jnp.sum(wanted_N)
+
+    def chunk(c: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        to_hidden_MD, to_head_VD = sums
+        here_C = jax.lax.dynamic_slice_in_dim(order_M, c * size, size)
+        counts_C = c * size + jnp.arange(size) < count
+        to_logp_C1, to_entropy_C1 = (jnp.where(counts_C, g[here_C], 0)[:, None] for g in gradients_N)
+        hidden_CD = hidden_ND[here_C]
+        logp_CV = _log_softmax(hidden_CD, head_VD, temperature)
+        p_CV = jnp.exp(logp_CV)
+        hit_CV = jnp.arange(head_VD.shape[0])[None] == targets_N[here_C][:, None]
+        # Of log-softmax: 1 at the target, minus p. Of the entropy: -p (log p + entropy).
+        to_logits_CV = to_logp_C1 * (hit_CV - p_CV) - to_entropy_C1 * p_CV * (logp_CV + entropy_N[here_C][:, None])
+        to_logits_CV = (to_logits_CV / temperature).astype(hidden_ND.dtype)
+        to_hidden_CD = jnp.dot(to_logits_CV, head_VD, preferred_element_type=accumulate).astype(hidden_ND.dtype)
+        to_head_VD += jnp.dot(to_logits_CV.T, hidden_CD, preferred_element_type=accumulate)
+        return jax.lax.dynamic_update_slice_in_dim(to_hidden_MD, to_hidden_CD, c * size, 0), to_head_VD
+
+    start = jnp.zeros((order_M.size, hidden_ND.shape[1]), hidden_ND.dtype), jnp.zeros(head_VD.shape, accumulate)
+    to_hidden_MD, to_head_VD = jax.lax.fori_loop(0, (count + size - 1) // size, chunk, start)
+    return to_hidden_MD[place_N], to_head_VD.astype(head_VD.dtype), None, None
+
+
+_tokens.defvjp(_forward, _backward)
+
+
+def _log_softmax(hidden_CD: jax.Array, head_VD: jax.Array, temperature: float) -> jax.Array:
+    accumulate = jnp.promote_types(hidden_CD.dtype, jnp.float32)
+    return jax.nn.log_softmax(jnp.dot(hidden_CD, head_VD.T, preferred_element_type=accumulate) / temperature, axis=-1)
+
+
+def _chunk_tokens(tokens: int) -> int:
+    return min(CHUNK_TOKENS, tokens)
+
+
+def _wanted_first(wanted_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Indices of the tokens, wanted ones first and in order, filled up to whole chunks with the last; and each token's place there."""
+    wanted = jnp.cumsum(wanted_N)
+    unwanted = jnp.cumsum(~wanted_N)
+    place_N = jnp.where(wanted_N, wanted - 1, wanted[-1] + unwanted - 1)
+    padding = -wanted_N.size % _chunk_tokens(wanted_N.size)
+    order_N = jnp.zeros_like(place_N).at[place_N].set(jnp.arange(wanted_N.size), unique_indices=True)
+    return jnp.pad(order_N, (0, padding), mode="edge"), place_N

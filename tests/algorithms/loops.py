@@ -63,3 +63,24 @@ def reinforce_pp(groups: list[Group], over_tokens: bool) -> list[list[float]]:
         ]
         for values, group in zip(centred, groups, strict=True)
     ]
+
+
+def clipped(ratio: float, advantage: float, low: float, high: float) -> tuple[float, float]:
+    """PPO's loss of one ratio with bounds 1 - low and 1 + high, and its derivative by the log-ratio."""
+    bounded = max(1 - low, min(1 + high, ratio))
+    free, held = ratio * advantage, bounded * advantage
+    return -min(free, held), -free if free <= held else 0.0
+
+
+def sequence_ratio(logp: Sequence[float], old: Sequence[float]) -> float:
+    """GSPO's: (pi(y) / pi_old(y)) ** (1 / |y|), from the likelihoods of the whole answer."""
+    return math.exp((math.fsum(logp) - math.fsum(old)) / len(logp))
+
+
+def aggregate(kind: str, losses: list[list[float]], max_response_tokens: int) -> float:
+    """One number from the per-token losses of several answers."""
+    if kind == "token_mean":
+        return mean([value for answer in losses for value in answer])
+    if kind == "sequence_mean":
+        return mean([mean(answer) for answer in losses])
+    return mean([math.fsum(answer) / max_response_tokens for answer in losses])

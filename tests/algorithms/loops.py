@@ -84,3 +84,16 @@ def aggregate(kind: str, losses: list[list[float]], max_response_tokens: int) ->
     if kind == "sequence_mean":
         return mean([mean(answer) for answer in losses])
     return mean([math.fsum(answer) / max_response_tokens for answer in losses])
+
+
+def correction(kind: str, old: Sequence[float], engine: Sequence[float], low: float, high: float) -> list[float]:
+    """Weights of one answer's tokens."""
+    ratios = [math.exp(a - b) for a, b in zip(old, engine, strict=True)]
+    if kind == "off":
+        return [1.0 for _ in ratios]
+    if kind == "truncated":
+        return [min(ratio, high) for ratio in ratios]
+    if kind == "icepop":
+        return [ratio if low <= ratio <= high else 0.0 for ratio in ratios]
+    geometric_mean = math.prod(ratio ** (1 / len(ratios)) for ratio in ratios)
+    return ratios if low <= geometric_mean <= high else [0.0 for _ in ratios]

@@ -97,3 +97,12 @@ def correction(kind: str, old: Sequence[float], engine: Sequence[float], low: fl
         return [ratio if low <= ratio <= high else 0.0 for ratio in ratios]
     geometric_mean = math.prod(ratio ** (1 / len(ratios)) for ratio in ratios)
     return ratios if low <= geometric_mean <= high else [0.0 for _ in ratios]
+
+
+def overlong(tokens: int, limit: int, buffer: int, penalty: float) -> float:
+    """DAPO's three cases, equation 13, times a penalty."""
+    if tokens <= limit - buffer:
+        return 0.0
+    if tokens <= limit:
+        return penalty * ((limit - buffer) - tokens) / buffer
+    return -penalty

@@ -1,15 +1,48 @@
 """Dynamic sampling: which groups carry a learning signal (DAPO, arXiv 2503.14476, section 3.2; ProRL, section 2.3)."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 
 def has_spread(reward_PN: np.ndarray, mask_PN: np.ndarray, tolerance: float) -> np.ndarray:
     """keep_P: True where the largest and smallest counted reward differ by more than `tolerance`.
 
-    Covers binary rewards (accuracy exactly 0 or 1) and continuous ones alike.
+    Covers binary rewards (accuracy exactly 0 or 1) and continuous ones alike; a group with fewer than two counted samples has none.
     differs from ProRL: the paper states the rule for accuracies only; for continuous rewards it is a choice.
     """
     counted = np.asarray(mask_PN) > 0
     highest_P = np.where(counted, reward_PN, -np.inf).max(axis=1)
     lowest_P = np.where(counted, reward_PN, np.inf).min(axis=1)
     return (counted.sum(axis=1) >= 2) & (highest_P - lowest_P > tolerance)
+
+
+def has_mixed_accuracy(reward_PN: np.ndarray, mask_PN: np.ndarray) -> np.ndarray:
+    """keep_P: True where some counted answers are right and some wrong: the papers' rule, for rewards of exactly 0 and 1.
+
+    Raises:
+        ValueError: a counted reward is another number.
+    """
+    counted = np.asarray(mask_PN) > 0
+    reward_PN = np.asarray(reward_PN, np.float64)
+    wrong = np.argwhere(counted & (reward_PN != 0) & (reward_PN != 1))
+    if len(wrong):
+        p, n = wrong[0]
+        value = reward_PN[p, n]
+        raise ValueError(
+            f'reward of group {p}, sample {n} is {value}; filtering by "accuracy" needs 0 or 1, continuous rewards need "spread"'
+        )
+    right_P = (counted & (reward_PN == 1)).sum(axis=1)
+    return (right_P > 0) & (right_P < counted.sum(axis=1))
+
+
+# Rules by name; each takes reward_PN, mask_PN and the tolerance.
+FILTERS: dict[str, Callable[[np.ndarray, np.ndarray, float], np.ndarray]] = {
+    "spread": has_spread,
+    "accuracy": lambda reward_PN, mask_PN, tolerance: has_mixed_accuracy(reward_PN, mask_PN),
+}
+
+
+def keeps_signal(kind: str, reward_PN: np.ndarray, mask_PN: np.ndarray, tolerance: float) -> np.ndarray:
+    """keep_P: which groups to train on, by a rule of `FILTERS`; only "spread" reads the tolerance."""
+    return FILTERS[kind](reward_PN, mask_PN, tolerance)

@@ -84,3 +84,25 @@ def aggregate(kind: str, losses: list[list[float]], max_response_tokens: int) ->
     if kind == "sequence_mean":
         return mean([mean(answer) for answer in losses])
     return mean([math.fsum(answer) / max_response_tokens for answer in losses])
+
+
+def correction(kind: str, old: Sequence[float], engine: Sequence[float], low: float, high: float) -> list[float]:
+    """Weights of one answer's tokens."""
+    ratios = [math.exp(a - b) for a, b in zip(old, engine, strict=True)]
+    if kind == "off":
+        return [1.0 for _ in ratios]
+    if kind == "truncated":
+        return [min(ratio, high) for ratio in ratios]
+    if kind == "icepop":
+        return [ratio if low <= ratio <= high else 0.0 for ratio in ratios]
+    geometric_mean = math.prod(ratio ** (1 / len(ratios)) for ratio in ratios)
+    return ratios if low <= geometric_mean <= high else [0.0 for _ in ratios]
+
+
+def overlong(tokens: int, limit: int, buffer: int, penalty: float) -> float:
+    """DAPO's three cases, equation 13, times a penalty."""
+    if tokens <= limit - buffer:
+        return 0.0
+    if tokens <= limit:
+        return penalty * ((limit - buffer) - tokens) / buffer
+    return -penalty

@@ -1,6 +1,10 @@
 import numpy as np
+import pytest
+from factories import PROPERTY
+from hypothesis import given
+from hypothesis import strategies as st
 
-from jaxprorl.algorithms.filtering import has_spread
+from jaxprorl.algorithms.filtering import FILTERS, has_mixed_accuracy, has_spread, keeps_signal
 
 
 def test_groups_by_hand() -> None:
@@ -23,3 +27,49 @@ def test_groups_by_hand() -> None:
 def test_a_spread_within_the_tolerance_is_none() -> None:
     reward_PN = np.array([[0.5, 0.5625], [0.5, 0.625], [0.5, 0.75]])  # exact in binary
     np.testing.assert_array_equal(has_spread(reward_PN, np.ones((3, 2)), 0.125), [False, False, True])
+
+
+def test_accuracies_by_hand() -> None:
+    cases = [
+        # rewards, mask, kept
+        ([1, 0, 0, 0], [1, 1, 1, 1], True),
+        ([1, 1, 1, 0], [1, 1, 1, 1], True),
+        ([1, 1, 1, 1], [1, 1, 1, 1], False),
+        ([0, 0, 0, 0], [1, 1, 1, 1], False),
+        ([1, 0, 0.5, np.nan], [1, 1, 0, 0], True),  # what a masked sample has is no reward
+        ([1, 0, 0, 0], [0, 1, 1, 1], False),
+        ([1, 0, 0, 0], [1, 0, 0, 0], False),
+        ([1, 0, 0, 0], [0, 0, 0, 0], False),
+    ]
+    rewards, masks, kept = (np.array(column) for column in zip(*cases, strict=True))
+    np.testing.assert_array_equal(has_mixed_accuracy(rewards, masks), kept)
+
+
+@pytest.mark.parametrize("reward", [0.5, -1.0, 1.0000001, np.nan])
+def test_accuracy_refuses_a_reward_that_is_not_binary(reward: float) -> None:
+    with pytest.raises(ValueError, match=rf'reward of group 1, sample 0 is {reward}; filtering by "accuracy" needs 0 or 1'):
+        keeps_signal("accuracy", np.array([[1, 0], [reward, 1]]), np.ones((2, 2)), 1e-6)
+
+
+@PROPERTY
+@given(seed=st.integers(0, 2**32 - 1), tolerance=st.floats(0, 0.99))
+def test_both_rules_agree_on_binary_rewards_and_know_no_order(seed: int, tolerance: float) -> None:
+    random = np.random.RandomState(seed)
+    reward_PN = random.randint(0, 2, (20, 3)).astype(float)
+    mask_PN = (random.uniform(size=reward_PN.shape) < 0.8).astype(float)
+    kept = {kind: keeps_signal(kind, reward_PN, mask_PN, tolerance) for kind in FILTERS}
+    np.testing.assert_array_equal(kept["accuracy"], kept["spread"])
+    order = random.permutation(20)[:, None], random.permutation(3)[None]
+    for kind, keep_P in kept.items():
+        np.testing.assert_array_equal(keeps_signal(kind, reward_PN[order], mask_PN[order], tolerance), keep_P[order[0][:, 0]])
+
+
+def test_the_tolerance_reaches_the_rule_that_reads_it() -> None:
+    reward_PN = np.array([[0.5, 0.6]])
+    assert keeps_signal("spread", reward_PN, np.ones((1, 2)), 0.05).all()
+    assert not keeps_signal("spread", reward_PN, np.ones((1, 2)), 0.2).any()
+
+
+@pytest.mark.parametrize("kind", FILTERS)
+def test_no_groups_keep_none(kind: str) -> None:
+    assert keeps_signal(kind, np.zeros((0, 4)), np.zeros((0, 4)), 1e-6).shape == (0,)

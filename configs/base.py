@@ -67,6 +67,7 @@ def get_config() -> ConfigDict:
     c.rollout.max_prompt_tokens = 24  # longer prompts are refused at start
     c.rollout.max_response_tokens = 48  # a completion that reaches it without a stop id finishes as `length`
     c.rollout.slots = 256  # completions decoded together; memory of the cache = slots x (prompt + response) tokens
+    c.rollout.max_staleness = 0  # weight swaps that a group may lag behind when trained on; 0 = on-policy: one without room is discarded
     c.rollout.decode_chunk_tokens = 12  # decode steps per dispatch; finished samples reach the graders between dispatches
 
     # One rollout batch.
@@ -78,21 +79,53 @@ def get_config() -> ConfigDict:
     c.batch.row_tokens = 96  # sequences are packed into rows of this length
     c.batch.micro_batch_rows = 16  # rows per forward-backward; all devices together
 
-    # Objective (ProRL section 2 and 3.2; docs name the unknowns).
+    # Objective. Every choice, with formula and source, is in docs/algorithms.md; these are ProRL v1's where the paper tells.
     c.algorithm = ConfigDict()
+    c.algorithm.advantage = "grpo"  # "grpo", "dr_grpo", "rloo", "reinforce_pp_trajectory" or "reinforce_pp_token"
+    c.algorithm.policy_loss = "clipped"  # "clipped" (token ratio), "gspo" (sequence ratio) or "reinforce" (ratio 1, no clip)
     c.algorithm.clip_low = 0.2  # ratio is clipped to [1 - clip_low, 1 + clip_high]
     c.algorithm.clip_high = 0.4  # larger than clip_low, so that unlikely tokens can grow (DAPO; ProRL section 3.2)
-    c.algorithm.kl_coefficient = 1e-4  # weight of the k3 KL estimate to the reference
-    c.algorithm.zero_spread_tolerance = 1e-6  # a group whose largest minus smallest reward is within it carries no signal and is dropped
+    c.algorithm.aggregation = "token_mean"  # of a mini-batch: "token_mean", "sequence_mean" or "dr_grpo" (a constant)
+    c.algorithm.kl_coefficient = 1e-4  # beta, weight of the KL to the reference; 0 = measured only
+    c.algorithm.kl_estimator = "k3"  # in the loss: "k1" (its gradient is no KL's), "k2", "k3" or "k1_gradient" (k1's value, k2's gradient)
+    c.algorithm.kl_placement = "loss"  # "loss", or "reward": the reward is lowered by beta * the sum of k1 over the answer
+    c.algorithm.entropy_bonus = 0.0  # weight of the mean entropy in the loss (an arm; ProRL has none)
+    c.algorithm.old_logp = "trainer"  # log-probs under the ratio: "trainer" = its own before the first update; "engine" = as sampled
+    c.algorithm.correction = "off"  # of engine against trainer: "off", "truncated", "icepop" or "geometric_mask"
+    c.algorithm.correction_low = 0.5  # lower bound of the ratio trainer / engine, for "icepop" and "geometric_mask"
+    c.algorithm.correction_high = 5.0  # upper bound, for all three
+
+    # Dynamic sampling: which groups carry a signal. The others are dropped and, up to a cap, replaced.
+    c.filtering = ConfigDict()
+    c.filtering.rule = "spread"  # "spread": rewards differ by more than `tolerance`; "accuracy": not all 0, not all 1 (binary rewards)
+    c.filtering.rules = ConfigDict()  # domain -> rule, where it differs
+    c.filtering.tolerance = 1e-6  # rewards that lie within it are equal
+
+    # Length and stopping: what is done to rewards before the advantages. Sizes marked unknown are in no paper.
+    c.shaping = ConfigDict()
+    c.shaping.stopping = "off"  # answers that do not stop: "off", "overlong" (DAPO), "non_termination" (ProRL v1) or "stop_properly" (DLER)
+    c.shaping.penalty = 1.0  # of "overlong" (DAPO: 1, at max_response_tokens) and "non_termination" (unknown), in units of reward
+    c.shaping.buffer_tokens = 1  # of "overlong": the penalty grows linearly over the last so many tokens before max_response_tokens
+    c.shaping.coefficient = 0.0  # of "stop_properly": what remains of the reward (DLER: 0)
+    c.shaping.cosine_weight = 0.0  # of a term that falls with the length along a cosine (ProRL v2; unknown); 0 = off
+    c.shaping.cosine_minimum = 0.0  # the term at max_response_tokens (unknown)
+    c.shaping.cosine_maximum = 1.0  # the term at length 0 (unknown)
+    c.shaping.cosine_on_steps = 100  # the term is on for so many steps ...
+    c.shaping.cosine_off_steps = 500  # ... and off for so many, again and again; 0 = always on
 
     c.optimizer = ConfigDict()  # AdamW; the paper gives only the learning rate (2e-6 at 1.5B)
-    c.optimizer.learning_rate = 2e-6  # constant after the warm-up (ProRL section 3.2)
+    c.optimizer.learning_rate = 2e-6  # after the warm-up (ProRL section 3.2)
+    c.optimizer.schedule = "constant"  # "constant" (ProRL), or "cosine" down to final_share at update cosine_updates
     c.optimizer.warmup_updates = 0  # linear, from the start and again after an optimizer reset
+    c.optimizer.cosine_updates = 0  # length of the cosine in updates, warm-up counted in; it too starts again after a reset
+    c.optimizer.final_share = 0.1  # of the learning rate, at the cosine's end
     c.optimizer.b1 = 0.9  # decay of the first moment
     c.optimizer.b2 = 0.95  # of the second; shorter than AdamW's 0.999, as usual for language models
     c.optimizer.eps = 1e-8  # AdamW's usual
     c.optimizer.weight_decay = 0.0  # decoupled, times the learning rate; 0 = none
+    c.optimizer.decay_vectors = False  # decay norm scales and biases too
     c.optimizer.clip_norm = 1.0  # global gradient norm
+    c.optimizer.max_skipped_updates = 8  # so many updates in a row with a gradient that is not finite (each is skipped) stop the run
 
     c.resets = ConfigDict()  # the controller is blind: it sees the step number, never validation
     c.resets.every_steps = 0  # reference reset after every so many steps; 0 = never

@@ -7,15 +7,17 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxprorl.algorithms.advantages import group_relative
+from jaxprorl.algorithms.advantages import advantages
+from jaxprorl.algorithms.kl import in_reward_kl
+from jaxprorl.algorithms.losses import aggregation_weights
 from jaxprorl.packing import Sample, assign_rows, pack
-from jaxprorl.rollout.collect import rewards
+from jaxprorl.rollout.groups import graded, response_tokens, shaped
 from jaxprorl.sharding.mesh import batch_sharding, replicated
 from jaxprorl.types import Group
-from jaxprorl.update import PER_TOKEN, Batch
+from jaxprorl.update import Batch
 
-INT_NAMES = ("tokens", "targets", "positions", "segment_ids")
-FLOAT_NAMES = ("mask", *PER_TOKEN)
+INT_NAMES = ("tokens", "targets", "positions", "segment_ids", "sequence")
+FLOAT_NAMES = ("mask", "engine_logp")
 
 
 def micro_batches_per_update(config: ConfigDict) -> int:
@@ -25,46 +27,91 @@ def micro_batches_per_update(config: ConfigDict) -> int:
 
 
 def batch_shapes(config: ConfigDict, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and shardings of a batch, for compilation: [U, M, B, S] arrays and `micro_batches` [U]."""
-    shape = (config.batch.updates, micro_batches_per_update(config), config.batch.micro_batch_rows, config.batch.row_tokens)
+    """Shapes and shardings of a batch, for compilation; see `host_batch`."""
+    updates, whole = config.batch.updates, replicated(mesh)
+    shape = (updates, micro_batches_per_update(config), config.batch.micro_batch_rows, config.batch.row_tokens)
     rows = batch_sharding(mesh, leading=2)
     arrays = {name: jax.ShapeDtypeStruct(shape, "int32", sharding=rows) for name in INT_NAMES}
     arrays |= {name: jax.ShapeDtypeStruct(shape, "float32", sharding=rows) for name in FLOAT_NAMES}
-    return arrays | {"micro_batches": jax.ShapeDtypeStruct(shape[:1], "int32", sharding=replicated(mesh))}
+    return arrays | {
+        "micro_batches": jax.ShapeDtypeStruct((updates,), "int32", sharding=whole),
+        "denominator": jax.ShapeDtypeStruct((updates,), "float32", sharding=whole),
+        "weight_PN": per_sample_shape(config, mesh),
+    }
 
 
-def host_batch(config: ConfigDict, groups: Sequence[Group], advantage_PN: np.ndarray) -> dict[str, np.ndarray]:
-    """Packs groups into mini-batches of nearly equal numbers of groups, in prompt order; see `batch_shapes`.
+def per_sample_shape(config: ConfigDict, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Shape and sharding of one number per sample, [P, N]."""
+    return jax.ShapeDtypeStruct((config.batch.prompts, config.rollout.samples_per_prompt), "float32", sharding=replicated(mesh))
+
+
+def host_batch(config: ConfigDict, groups: Sequence[Group]) -> dict[str, np.ndarray]:
+    """Packs groups into mini-batches of nearly equal numbers of groups, in prompt order. Samples that do not count are left out.
 
     Args:
         groups: at most `batch.prompts`; with fewer than `batch.updates`, some updates stay empty.
-        advantage_PN: one row per group; samples without a score are left out of the batch.
+
+    Returns:
+        [U, M, B, S] arrays of U updates, M micro-batches of B rows: INT_NAMES, where `sequence` is the token's sample as p * N + n, and
+        FLOAT_NAMES; `micro_batches` [U], how many of the M are in use; `weight_PN`, of each response token of a sample in the loss, and
+        `denominator` [U], what the weighted sum is divided by.
     """
     updates, rows, row_tokens = config.batch.updates, config.batch.micro_batch_rows, config.batch.row_tokens
-    capacity = micro_batches_per_update(config)
+    capacity, n = micro_batches_per_update(config), config.rollout.samples_per_prompt
+    length_PN = np.zeros((config.batch.prompts, n), np.int64)  # 0 = not trained on
+    if groups:
+        length_PN[: len(groups)] = response_tokens(groups) * (graded(groups)[1] > 0)
+    weight_PN, denominators = np.zeros(length_PN.shape), []
     mini_batches, used = [], []
     for chosen in np.array_split(np.arange(len(groups)), updates):
-        samples = [sample for index in chosen for sample in _samples(groups[int(index)], advantage_PN[index])]
+        numbers = [int(p) * n + sample for p in chosen for sample in range(n) if length_PN[p, sample]]
+        samples = [_sample(groups[number // n], number % n) for number in numbers]
         layout = assign_rows([sample.tokens for sample in samples], row_tokens)
-        packed = pack(samples, layout, capacity * rows, row_tokens, PER_TOKEN)
+        packed = pack(samples, layout, capacity * rows, row_tokens, ("engine_logp",))
+        packed["sequence"] = _sequence(packed["segment_ids"], layout, numbers)
         mini_batches.append({name: value.reshape(capacity, rows, row_tokens) for name, value in packed.items()})
         used.append(-(-len(layout) // rows))
+        limit = config.rollout.max_response_tokens
+        weight_PN[chosen], count_PN = aggregation_weights(config.algorithm.aggregation, length_PN[chosen], limit)
+        denominators.append(count_PN.sum())
     arrays = {name: np.stack([batch[name] for batch in mini_batches]) for name in (*INT_NAMES, *FLOAT_NAMES)}
-    return arrays | {"micro_batches": np.array(used, np.int32)}
+    return arrays | {
+        "micro_batches": np.array(used, np.int32),
+        "denominator": np.array(denominators, np.float32),
+        "weight_PN": weight_PN.astype(np.float32),
+    }
 
 
-def device_batch(config: ConfigDict, groups: Sequence[Group], mesh: Mesh) -> tuple[Batch, np.ndarray]:
-    """The batch on the devices, and advantage_PN of its groups."""
-    samples = config.rollout.samples_per_prompt
-    advantage_PN = group_relative(*rewards(list(groups))) if groups else np.zeros((0, samples), np.float32)
-    shardings = {name: shape.sharding for name, shape in batch_shapes(config, mesh).items()}
-    return jax.device_put(host_batch(config, groups, advantage_PN), shardings), advantage_PN
+def device_batch(config: ConfigDict, groups: Sequence[Group], mesh: Mesh) -> Batch:
+    """The batch on the devices."""
+    return jax.device_put(host_batch(config, groups), {name: shape.sharding for name, shape in batch_shapes(config, mesh).items()})
 
 
-def _samples(group: Group, advantage_N: np.ndarray) -> list[Sample]:
-    samples = []
-    for completion, score, advantage in zip(group.completions, group.scores, advantage_N, strict=True):
-        if score.outcome == "scored":
-            per_token = {"advantage": np.full(len(completion.token_ids), advantage), "engine_logp": completion.logprobs}
-            samples.append(Sample(group.prompt.token_ids, completion.token_ids, per_token))
-    return samples
+def batch_advantages(config: ConfigDict, groups: Sequence[Group], step: int, kl_sum_PN: jax.Array) -> np.ndarray:
+    """advantage_PN of a rollout batch, float32 with `batch.prompts` rows; rows beyond the groups are 0.
+
+    Args:
+        groups: the groups of the batch.
+        step: RL step, which decides what of `config.shaping` is on.
+        kl_sum_PN: sums of k1 against the reference over each sample; read (and waited for) only with `algorithm.kl_placement` = "reward".
+    """
+    advantage_PN = np.zeros((config.batch.prompts, config.rollout.samples_per_prompt), np.float32)
+    if groups:
+        reward_PN, mask_PN = shaped(config, groups, step)
+        if config.algorithm.kl_placement == "reward":
+            reward_PN = in_reward_kl(reward_PN, np.asarray(kl_sum_PN, np.float64)[: len(groups)], config.algorithm.kl_coefficient)
+        advantage_PN[: len(groups)] = advantages(config.algorithm.advantage, reward_PN, mask_PN, response_tokens(groups))
+    return advantage_PN
+
+
+def _sample(group: Group, sample: int) -> Sample:
+    completion = group.completions[sample]
+    return Sample(group.prompt.token_ids, completion.token_ids, {"engine_logp": completion.logprobs})
+
+
+def _sequence(segment_ids_RS: np.ndarray, layout: Sequence[Sequence[int]], numbers: Sequence[int]) -> np.ndarray:
+    """Number of the sample that each token belongs to; 0 in the padding, where nothing reads it."""
+    sequence_RS = np.zeros_like(segment_ids_RS)
+    for row, members in enumerate(layout):
+        sequence_RS[row] = np.array([0] + [numbers[index] for index in members])[segment_ids_RS[row]]
+    return sequence_RS

@@ -63,7 +63,7 @@ def validate(config: ConfigDict) -> None:
     Raises:
         ConfigError: the first field that cannot work.
     """
-    for check in (_check_numbers, _check_choices, _check_shapes, _check_rewards, _check_tasks):  # quick ones first
+    for check in (_check_numbers, _check_choices, _check_objective, _check_shapes, _check_rewards, _check_tasks):  # quick ones first
         check(config)
 
 
@@ -96,26 +96,40 @@ POSITIVE = (
     "rollout.samples_per_prompt", "rollout.temperature", "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.slots",
     "rollout.decode_chunk_tokens", "batch.prompts", "batch.refill_prompts", "batch.updates", "batch.row_tokens",
     "batch.micro_batch_rows", "optimizer.learning_rate", "optimizer.eps", "optimizer.clip_norm",
+    "optimizer.max_skipped_updates", "algorithm.correction_high", "shaping.cosine_on_steps", "shaping.buffer_tokens",
     "grading.workers", "grading.timeout_s", "validation.items_per_task", "evaluation.temperature", "checkpoint.every_steps",
     "checkpoint.keep", "checkpoint.save_within_s", "mesh.cpu_devices",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "seed", "data.train_seed", "data.validation_seed", "data.held_out_seed", "warmstart.warmup_updates", "warmstart.careless_updates",
     "warmstart.max_corrections",
-    "algorithm.kl_coefficient", "algorithm.zero_spread_tolerance", "optimizer.warmup_updates", "optimizer.weight_decay",
+    "algorithm.kl_coefficient", "algorithm.entropy_bonus", "algorithm.correction_low", "filtering.tolerance",
+    "shaping.penalty", "shaping.cosine_weight",
+    "shaping.cosine_off_steps", "rollout.max_staleness", "optimizer.cosine_updates", "optimizer.warmup_updates", "optimizer.weight_decay",
     "resets.every_steps", "checkpoint.keep_every_steps", "checkpoint.keep_best", "validation.every_steps", "evaluation.seed",
 )  # fmt: skip
 SHARES = (
     "warmstart.gate_solve_rate", "warmstart.start_solve_rate", "warmstart.start_tolerance", "optimizer.b1", "optimizer.b2",
     "grading.max_error_share",
-    "algorithm.clip_low",
+    "algorithm.clip_low", "shaping.coefficient", "optimizer.final_share",
 )  # fmt: skip
+# Written out, because the tables of `algorithms` take JAX; a test compares them.
 CHOICES = {
     "on_existing": ("resume", "replace"),
     "model.dtype": ("float32", "bfloat16"),
     "model.reference_dtype": ("float32", "bfloat16"),
     "checkpoint.on_damage": ("stop", "previous"),
     "mesh.strategy": tuple(STRATEGIES),
+    "algorithm.advantage": ("grpo", "dr_grpo", "rloo", "reinforce_pp_trajectory", "reinforce_pp_token"),
+    "algorithm.policy_loss": ("clipped", "gspo", "reinforce"),
+    "algorithm.aggregation": ("token_mean", "sequence_mean", "dr_grpo"),
+    "algorithm.kl_estimator": ("k1", "k2", "k3", "k1_gradient"),
+    "algorithm.kl_placement": ("loss", "reward"),
+    "algorithm.old_logp": ("trainer", "engine"),
+    "algorithm.correction": ("off", "truncated", "icepop", "geometric_mask"),
+    "filtering.rule": ("spread", "accuracy"),
+    "shaping.stopping": ("off", "overlong", "non_termination", "stop_properly"),
+    "optimizer.schedule": ("constant", "cosine"),
 }
 
 
@@ -183,6 +197,33 @@ def _check_choices(config: ConfigDict) -> None:
         "data.tasks",
         {},
         "name at least one reasoning-gym task (for the data or the warm start)",
+    )
+
+
+def _check_objective(config: ConfigDict) -> None:
+    """Combinations of the objective that contradict each other, or would do nothing."""
+    c, shaping, optimizer = config.algorithm, config.shaping, config.optimizer
+    low, high = c.correction_low, c.correction_high
+    _require(low < high, "algorithm.correction_low", low, f"must be below algorithm.correction_high = {high}")
+    _require(
+        c.correction == "off" or c.old_logp == "trainer",
+        "algorithm.correction",
+        c.correction,
+        "with algorithm.old_logp = 'engine' the ratio itself starts at the engine's log-probs, and there is nothing left to correct: 'off'",
+    )
+    for domain, rule in config.filtering.rules.items():
+        rules = CHOICES["filtering.rule"]
+        _require(rule in rules, f"filtering.rules.{domain}", rule, f"choose one of {', '.join(rules)}")
+    buffer, limit = shaping.buffer_tokens, config.rollout.max_response_tokens
+    _require(buffer <= limit, "shaping.buffer_tokens", buffer, f"must not be more than rollout.max_response_tokens = {limit}")
+    least, most = shaping.cosine_minimum, shaping.cosine_maximum
+    _require(least <= most, "shaping.cosine_minimum", least, f"must not be above shaping.cosine_maximum = {most}")
+    updates, warmup = optimizer.cosine_updates, optimizer.warmup_updates
+    _require(
+        optimizer.schedule != "cosine" or updates > warmup,
+        "optimizer.cosine_updates",
+        updates,
+        f"a cosine needs its length in updates, more than optimizer.warmup_updates = {warmup}",
     )
 
 

@@ -28,6 +28,10 @@ class GraderError(UserError, RuntimeError):
     """The graders do not work, or too many samples of a step could not be graded."""
 
 
+class NonFiniteError(UserError, RuntimeError):
+    """Training has come to numbers that are not finite."""
+
+
 class CheckpointError(UserError, RuntimeError):
     """A checkpoint that cannot be written, or read back."""
 

@@ -5,9 +5,9 @@ import importlib.metadata
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,26 +16,26 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxprorl.batch import batch_shapes
 from jaxprorl.checkpoint import Checkpoints, newest_sound_step, read_host, require_space, restore_params, restore_state
 from jaxprorl.compilation import use_compilation_cache
 from jaxprorl.data.splits import Items, Splits, fingerprint, load_items, load_splits
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.errors import CheckpointError, ConfigError, ModelError
 from jaxprorl.evaluation.harness import evaluate
+from jaxprorl.executables import Compiled, compile_all
 from jaxprorl.models import hf
-from jaxprorl.models.qwen2 import Params, Qwen2Config, build, declarations, parameter_count
+from jaxprorl.models.qwen2 import Params, Qwen2Config, declarations, parameter_count
 from jaxprorl.monitoring import events
 from jaxprorl.monitoring.progress import Progress
 from jaxprorl.monitoring.recorder import NO_LINES, Recorder
-from jaxprorl.resets.optimizer import reset
 from jaxprorl.rewards import registry
 from jaxprorl.rewards.pool import GraderPool
+from jaxprorl.rollout import surplus
 from jaxprorl.rollout.jax_engine import JaxEngine
 from jaxprorl.run_folder import RunFolder, accepted
-from jaxprorl.sharding.mesh import make_mesh, replicated, set_cpu_devices
+from jaxprorl.sharding.mesh import make_mesh, set_cpu_devices
 from jaxprorl.state import RunState, TrainState, abstract_state, start_state, state_shardings
-from jaxprorl.update import Batch, Metrics, make_train_step
+from jaxprorl.types import Group
 from jaxprorl.warmstart import fit
 
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "reasoning_gym", "tokenizers")
@@ -58,8 +58,8 @@ class Training:
     recorder: Recorder
     state: TrainState
     run: RunState
-    train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-    reset: Callable[[TrainState], TrainState]
+    surplus: list[Group]
+    compiled: Compiled
     before: dict[str, Any]
     identity: dict[str, str]
     recorded_s: float = 0.0  # clock when the last step's metrics were complete
@@ -111,12 +111,18 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         host = read_host(folder.checkpoints, step)
         check_identity(config, host.identity, identity)
         state, run, offsets = restore_state(folder.checkpoints, step, abstract), host.run, host.offsets
+        left = surplus.decode(host.surplus, splits.train)
         checkpoints.forget_after(step)  # only damaged ones are later
     else:
         params = read_start_params(base, model_config, shardings.params)
         state, run, offsets = start_state(config, params, shardings), RunState(), NO_LINES
-    tasks = sorted({prompt.task for split in (splits.train, splits.validation, splits.held_out) for prompt in split})
-    recorder = stack.enter_context(Recorder(config, folder, progress, tasks, run.step, offsets))
+        left = []
+    prompts = (*splits.train, *splits.validation, *splits.held_out)
+    tasks, domains = {prompt.task for prompt in prompts}, {prompt.domain for prompt in prompts}
+    unknown = sorted(set(config.filtering.rules) - domains)
+    if unknown:
+        raise ConfigError(f"filtering.rules.{unknown[0]}: the data has no such domain, only {', '.join(sorted(domains))}")
+    recorder = stack.enter_context(Recorder(config, folder, progress, tasks, domains, run.step, offsets))
     engine = JaxEngine(config, model_config, mesh, tokenizer.stop_ids)
     engine.set_weights(state.params, run.policy_version)
     training = Training(
@@ -124,9 +130,9 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         graders=stack.enter_context(grader_pool(config, config.reward, folder)),
         exam_graders=stack.enter_context(grader_pool(config, config.evaluation.reward or config.reward, folder)),
         checkpoints=checkpoints, recorder=recorder, state=state, run=run,
-        train_step=lambda state, batch: (state, {}), reset=lambda state: state, before={}, identity=identity,
+        surplus=left, before={}, identity=identity,
+        compiled=compile_all(config, model_config, mesh, engine, recorder, state, shardings, fresh=not run.step),
     )  # fmt: skip
-    compile_all(training, shardings)
     if step is not None:
         recorder.event(run.step, "resume", checkpoint_step=run.step, metrics_offset=offsets["metrics"], events_offset=offsets["events"])
         progress.note(f"{folder.path}: going on from the checkpoint of step {run.step}")
@@ -251,47 +257,6 @@ def abstract_params(model_config: Qwen2Config, shardings: dict[str, Any]) -> dic
 def grader_pool(config: ConfigDict, reward: str, folder: RunFolder) -> GraderPool:
     """Grader processes for one reward."""
     return GraderPool(reward, folder.base_model, config.grading.workers, config.grading.timeout_s)
-
-
-def compile_all(training: Training, shardings: TrainState) -> None:
-    """Compiles everything that the loop calls, for the only shapes that it uses."""
-    config, recorder, run = training.config, training.recorder, training.run
-    parts = {
-        "engine": lambda: training.engine.compile(training.state.params, [config.rollout.samples_per_prompt, 1]),
-        "train_step": lambda: (
-            jax.jit(
-                make_train_step(build(training.model_config, config.model.dtype), config),
-                donate_argnums=0,
-                out_shardings=(shardings, replicated(training.mesh)),
-            )
-            .lower(training.state, batch_shapes(config, training.mesh))
-            .compile()
-        ),
-        "reset": lambda: (
-            jax.jit(
-                lambda params, rest: _without_params(reset(replace(rest, params=params), config)),
-                donate_argnums=1,
-                out_shardings=replace(shardings, params={}),
-            )
-            .lower(training.state.params, replace(training.state, params={}))
-            .compile()
-        ),
-    }
-    made: dict[str, Any] = {}
-    for number, (name, make) in enumerate(parts.items()):
-        recorder.progress.phase("compiling", number, len(parts), part=name)
-        started_s = time.perf_counter()
-        made[name] = make()
-        if not run.step:  # a resumed run's log continues as if nothing had happened
-            recorder.event(0, "compile", name=name, time_s=round(time.perf_counter() - started_s, 2))
-    recorder.progress.phase("compiling", len(parts), len(parts))
-    training.train_step = made["train_step"]
-    # The engine is sampling with the parameters while a reset happens: they are not donated, the rest is.
-    training.reset = lambda state: replace(made["reset"](state.params, replace(state, params={})), params=state.params)
-
-
-def _without_params(state: TrainState) -> TrainState:
-    return replace(state, params={})
 
 
 def record_start(training: Training, cached: bool) -> None:

@@ -37,6 +37,8 @@ class RunState:
         completion_tokens: sampled in training rollouts so far.
         rl_s: seconds spent in steps so far (reported only).
         rollout_s: seconds of those spent in rollouts (reported only).
+        cap_steps: steps in a row, up to the last, whose batch was not full.
+        skipped_in_a_row: updates in a row, up to the last, that were skipped because their gradient was not finite.
     """
 
     step: int = 0
@@ -47,6 +49,8 @@ class RunState:
     completion_tokens: int = 0
     rl_s: float = 0.0
     rollout_s: float = 0.0
+    cap_steps: int = 0
+    skipped_in_a_row: int = 0
 
 
 def state_shardings(config: ConfigDict, model_config: Qwen2Config, mesh: Mesh) -> TrainState:

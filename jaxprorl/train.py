@@ -6,13 +6,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import numpy as np
 from ml_collections import ConfigDict
 
-from jaxprorl.batch import device_batch
+from jaxprorl.batch import batch_advantages, device_batch
 from jaxprorl.checkpoint import Host
 from jaxprorl.compilation import no_compilation
 from jaxprorl.config import validate
-from jaxprorl.errors import GraderError
+from jaxprorl.errors import GraderError, NonFiniteError
 from jaxprorl.evaluation.harness import evaluate, first_per_task
 from jaxprorl.evaluation.report import write_report
 from jaxprorl.evaluation.summary import build_summary, peak_memory_bytes, write_summary
@@ -20,12 +22,14 @@ from jaxprorl.models import hf
 from jaxprorl.preemption import Preemption
 from jaxprorl.resets.controller import BlindController
 from jaxprorl.rewards.pool import error_share
+from jaxprorl.rollout import surplus
 from jaxprorl.rollout.collect import Rollout, RolloutBatch
 from jaxprorl.rollout.metrics import rollout_metrics
 from jaxprorl.run_folder import RunFolder, open_run
 from jaxprorl.start import Training, evaluate_held_out, start
 from jaxprorl.state import RunState, TrainState
-from jaxprorl.update import Metrics, host_metrics
+from jaxprorl.types import Group
+from jaxprorl.update import Metrics, host_metrics, skipped_in_a_row
 
 
 @dataclass
@@ -34,6 +38,7 @@ class Step:
 
     number: int
     batch: RolloutBatch
+    advantage_PN: np.ndarray
     metrics: Metrics
     validation: dict[str, float]
     dispatched_s: float
@@ -50,6 +55,7 @@ def train(config: ConfigDict) -> dict[str, Any]:
         CheckpointError: the newest checkpoint is damaged or of something else, or the disk is full.
         RunLockedError: another process works in the run's folder.
         GraderError: `grading.max_error_share` was exceeded.
+        NonFiniteError: `optimizer.max_skipped_updates` updates in a row had a gradient that is not finite.
         Preempted: SIGTERM or SIGUSR1 came; the run is saved (a SystemExit with `preemption.EXIT_STATUS`).
     """
     validate(config)
@@ -68,43 +74,46 @@ def train(config: ConfigDict) -> dict[str, Any]:
 
 def loop(training: Training, preemption: Preemption) -> None:
     """Sample, grade, filter, advantages, K updates, swap, record: until `config.steps` (design: README, "The road")."""
-    config, engine, recorder = training.config, training.engine, training.recorder
+    config, engine, recorder, compiled = training.config, training.engine, training.recorder, training.compiled
     resets = BlindController(config.resets.every_steps)
-    state, run = training.state, training.run
+    state, run, left = training.state, training.run, training.surplus
     done: Step | None = None
     training.recorded_s = time.perf_counter()
     for step in range(run.step, config.steps):
         # Made, the rollout has dispatched its first decode steps; only then is the last update's result read.
-        rollout = Rollout(config, engine, training.graders, training.splits.train, run.prompts_consumed, step)
-        run = record(training, done, state, run)
+        rollout = Rollout(config, engine, training.graders, training.splits.train, run.prompts_consumed, step, left, run.policy_version)
+        run = record(training, done, state, run, left)
         if resets.due(step):
-            state = training.reset(state)
+            state = compiled.reset(state)
             run = replace(run, resets=run.resets + 1, reference_step=step)
             recorder.event(step, "reset", optimizer=bool(config.resets.optimizer), reason=f"every {config.resets.every_steps} steps")
             recorder.progress.note(f"step {step}: reference reset{' with the optimizer' if config.resets.optimizer else ''}")
 
         batch = rollout.finish()
         check_graders(training, step, batch)
-        arrays, advantage_PN = device_batch(config, batch.trained, training.mesh)
         dispatched_s = time.perf_counter()
-        state, metrics = training.train_step(state, arrays)
-        run = advance(run, batch)
+        arrays = device_batch(config, batch.trained, training.mesh)
+        fixed, kl_sum_PN = compiled.log_probs(state, arrays)
+        advantage_PN = batch_advantages(config, batch.trained, step, kl_sum_PN)
+        state, metrics = compiled.train_step(state, arrays, fixed, advantage_PN)
+        run, left = advance(config, run, batch), batch.surplus
         engine.set_weights(state.params, run.policy_version)
 
         recorder.rollout(step, batch, advantage_PN, training.tokenizer)
         recorder.event(step, "swap", policy_version=run.policy_version)
-        done = Step(step, batch, metrics, validate_policy(training, step), dispatched_s)
+        done = Step(step, batch, advantage_PN, metrics, validate_policy(training, step), dispatched_s)
         if preemption.requested:
             break
-    training.run = record(training, done, state, run, leaving=True)
+    training.run = record(training, done, state, run, left, leaving=True)
     if preemption.requested:  # after the checkpoint: a resumed run's log continues as if nothing had happened
         recorder.event(training.run.step, "interrupted", signal=preemption.requested)
         recorder.progress.note(f"{preemption.requested}: saved after step {training.run.step}; the same command goes on from there")
     training.state = state
 
 
-def advance(run: RunState, batch: RolloutBatch) -> RunState:
+def advance(config: ConfigDict, run: RunState, batch: RolloutBatch) -> RunState:
     """The bookkeeping after one rollout batch and its updates."""
+    at_cap = len(batch.trained) < config.batch.prompts
     tokens = sum(len(completion.token_ids) for group in batch.groups for completion in group.completions)
     return replace(
         run,
@@ -113,17 +122,19 @@ def advance(run: RunState, batch: RolloutBatch) -> RunState:
         policy_version=run.policy_version + 1,
         completion_tokens=run.completion_tokens + tokens,
         rollout_s=run.rollout_s + batch.rollout_s,
+        cap_steps=run.cap_steps + 1 if at_cap else 0,
     )
 
 
-def record(training: Training, done: Step | None, state: TrainState, run: RunState, leaving: bool = False) -> RunState:
+def record(training: Training, done: Step | None, state: TrainState, run: RunState, left: list[Group], leaving: bool = False) -> RunState:
     """Writes the metrics of the last step (waiting for its update) and, when due, a checkpoint. Returns `run` with its clock."""
     if done is None:
         return run
     update = host_metrics(done.metrics)
     now_s = time.perf_counter()
-    values = rollout_metrics(done.batch) | update | done.validation
+    values = rollout_metrics(done.batch, done.advantage_PN, run.policy_version - 1) | update | done.validation
     values |= {
+        "groups.cap_steps": run.cap_steps,
         "policy.version": run.policy_version - 1,
         "reference.age_steps": done.number - run.reference_step,
         "time.update_s": now_s - done.dispatched_s,
@@ -131,13 +142,14 @@ def record(training: Training, done: Step | None, state: TrainState, run: RunSta
     }
     training.recorded_s = now_s
     training.recorder.step(done.number, values)
-    run = replace(run, rl_s=run.rl_s + values["time.step_s"])
+    run = replace(run, rl_s=run.rl_s + values["time.step_s"], skipped_in_a_row=skipped_in_a_row(run.skipped_in_a_row, done.metrics))
+    check_updates(training, done, run)
     reset_boundary = BlindController(training.config.resets.every_steps).due(run.step)
     due = run.step == training.config.steps or reset_boundary or run.step % training.config.checkpoint.every_steps == 0
     if due:  # one that a signal asked for is no event: the log of the uninterrupted run has none there
         training.recorder.event(done.number, "checkpoint", checkpoint_step=run.step)
     if due or leaving:
-        host = Host(run, training.recorder.offsets(), training.identity)
+        host = Host(run, training.recorder.offsets(), training.identity, surplus.encode(left))
         training.checkpoints.save(state, host, done.validation.get("validation.solve_rate"), reset_boundary)
     return run
 
@@ -155,8 +167,31 @@ def check_graders(training: Training, step: int, batch: RolloutBatch) -> None:
                 f"step {step}: {len(failed)} of {len(scores)} samples could not be graded (first: {failed[0].detail}), more than "
                 f"grading.max_error_share = {config.grading.max_error_share}; mend the reward, or raise the field"
             )
-    if sum(batch.kept) < config.batch.prompts:
-        recorder.event(step, "cap_reached", drawn=len(batch.groups), kept=sum(batch.kept), wanted=config.batch.prompts)
+    kept = len(batch.trained)
+    if kept < config.batch.prompts:
+        recorder.event(step, "cap_reached", drawn=len(batch.groups), kept=kept, wanted=config.batch.prompts)
+        recorder.progress.note(
+            f"WARNING: step {step}: {len(batch.groups)} prompts drawn (batch.max_drawn_factor) and only {kept} of "
+            f"{config.batch.prompts} groups carry a signal; training on those"
+        )
+
+
+def check_updates(training: Training, done: Step, run: RunState) -> None:
+    """Logs and warns of skipped updates, and stops the run when there are too many in a row.
+
+    Raises:
+        NonFiniteError: the parameters are those before the first of them; the checkpoints before it are sound.
+    """
+    skipped, limit = int(np.sum(jax.device_get(done.metrics["updates.skipped"]))), training.config.optimizer.max_skipped_updates
+    if not skipped:
+        return
+    training.recorder.event(done.number, "skipped_updates", count=skipped, in_a_row=run.skipped_in_a_row)
+    training.recorder.progress.note(f"WARNING: step {done.number}: {skipped} updates skipped, their gradient is not finite")
+    if run.skipped_in_a_row >= limit:
+        raise NonFiniteError(
+            f"step {done.number}: {run.skipped_in_a_row} updates in a row had a gradient that is not finite and were skipped "
+            f"(optimizer.max_skipped_updates = {limit}). Lower optimizer.learning_rate or go on from an earlier checkpoint"
+        )
 
 
 def validate_policy(training: Training, step: int) -> dict[str, float]:

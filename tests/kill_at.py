@@ -6,6 +6,7 @@ points are replaced here before it starts.
 
 # ruff: noqa: E402 -- the checkout is put on the path first, as in launch/
 
+import dataclasses
 import os
 import re
 import shutil
@@ -67,6 +68,18 @@ def wrap(owner: Any, name: str, before: Callable[..., None] | None = None, after
     setattr(owner, name, wrapped)
 
 
+def wrap_compiled(training: Any, name: str, kill: Kill) -> None:
+    """Kills after an executable of the loop was dispatched."""
+    original = getattr(training.compiled, name)
+
+    def wrapped(*args: Any) -> Any:
+        result = original(*args)
+        kill()
+        return result
+
+    training.compiled = dataclasses.replace(training.compiled, **{name: wrapped})
+
+
 def watch_loop(kill: Kill, prepare: Callable[[Any], None] = lambda training: None) -> None:
     """Sets `kill.in_loop` while the main loop runs, and hands its Training to `prepare` before."""
 
@@ -94,7 +107,7 @@ def grading(kill: Kill) -> None:
 
 def update(kill: Kill) -> None:
     """With the update dispatched, its inputs donated, nothing read yet."""
-    watch_loop(kill, lambda training: wrap(training, "train_step", after=lambda *_: kill()))
+    watch_loop(kill, lambda training: wrap_compiled(training, "train_step", kill))
 
 
 def swap(kill: Kill) -> None:
@@ -104,7 +117,7 @@ def swap(kill: Kill) -> None:
 
 def reset(kill: Kill) -> None:
     """With the reset dispatched, before its event is written."""
-    watch_loop(kill, lambda training: wrap(training, "reset", after=lambda *_: kill()))
+    watch_loop(kill, lambda training: wrap_compiled(training, "reset", kill))
 
 
 def saving(kill: Kill) -> None:

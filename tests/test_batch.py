@@ -1,23 +1,25 @@
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from factories import make_group, make_prompt, random_groups, tiny_config
 
-from jaxprorl.batch import batch_shapes, device_batch, host_batch, micro_batches_per_update
+from jaxprorl.batch import batch_advantages, batch_shapes, device_batch, host_batch, micro_batches_per_update
 from jaxprorl.sharding.mesh import make_mesh
 from jaxprorl.types import Group
 
 
-def sequences(arrays: dict[str, np.ndarray], update: int) -> list[tuple[list[int], list[int], set[float]]]:
-    """(tokens, learned targets, advantages of the learned tokens) of every sequence in one mini-batch, as they lie in the rows."""
+def sequences(arrays: dict[str, np.ndarray], update: int) -> list[tuple[list[int], list[int], int]]:
+    """(tokens, learned targets, number of the sample) of every sequence in one mini-batch, as they lie in the rows."""
     found = []
-    rows = {name: value[update].reshape(-1, value.shape[-1]) for name, value in arrays.items() if name != "micro_batches"}
+    rows = {name: value[update].reshape(-1, value.shape[-1]) for name, value in arrays.items() if value.ndim == 4}
     for row, segments in enumerate(rows["segment_ids"]):
         for segment in range(1, segments.max() + 1):
             here = segments == segment
             learned = here & (rows["mask"][row] > 0)
-            advantages = set(rows["advantage"][row][learned].tolist())
-            found.append((rows["tokens"][row][here].tolist(), rows["targets"][row][learned].tolist(), advantages))
+            (number,) = set(rows["sequence"][row][here].tolist())
+            found.append((rows["tokens"][row][here].tolist(), rows["targets"][row][learned].tolist(), number))
     return found
 
 
@@ -28,24 +30,70 @@ def group_with_errors() -> Group:
 
 def test_samples_that_could_not_be_graded_are_left_out_and_the_others_carry_their_advantage() -> None:
     config = tiny_config()
-    arrays, advantage_PN = device_batch(config, [group_with_errors()], make_mesh("dp"))
-    np.testing.assert_allclose(advantage_PN, [[0.7071068, -1.4142136, 0, 0.7071068]], rtol=1e-6)
-    arrays = jax.device_get(arrays)
-    by_response = {tuple(targets): (tokens, advantages) for tokens, targets, advantages in sequences(arrays, 0)}
-    assert by_response.keys() == {(10, 11), (20,), (40,)}
-    assert by_response[10, 11] == ([5, 6, 7, 10, 11], {advantage_PN[0, 0].item()})
-    assert by_response[20,] == ([5, 6, 7, 20], {advantage_PN[0, 1].item()})
-    assert by_response[40,] == ([5, 6, 7, 40], {advantage_PN[0, 3].item()})
-    learned = arrays["mask"] > 0
-    assert sorted(arrays["engine_logp"][learned]) == [-7, -3, -2, -1]
-    assert not arrays["engine_logp"][~learned].any()
+    groups = [random_groups(1)[0], group_with_errors()]
+    advantage_PN = batch_advantages(config, groups, 0, np.zeros((4, 4)))
+    np.testing.assert_allclose(advantage_PN[1], [0.7071068, -1.4142136, 0, 0.7071068], rtol=1e-6)
+    assert advantage_PN.shape == (4, 4) and not advantage_PN[2:].any()
+    arrays = jax.device_get(device_batch(config, groups, make_mesh("dp")))
+    # The second group is the second mini-batch; its samples are numbers 4, 5 and 7.
+    assert sorted(sequences(arrays, 1)) == [([5, 6, 7, 10, 11], [10, 11], 4), ([5, 6, 7, 20], [20], 5), ([5, 6, 7, 40], [40], 7)]
+    learned = arrays["mask"][1] > 0
+    assert sorted(arrays["engine_logp"][1][learned]) == [-7, -3, -2, -1]
+    assert not arrays["engine_logp"][1][~learned].any()
+
+
+def test_samples_whose_engine_failed_are_left_out_too() -> None:
+    config = tiny_config()
+    group = make_group(make_prompt(0), [[10], [20], [30], [40]], [1.0, 0.0, 1.0, 0.0], [[-1], [float("nan")], [-2], [-3]])
+    failed = dataclasses.replace(group.completions[2], finish_reason="error")
+    group = dataclasses.replace(group, completions=(*group.completions[:2], failed, group.completions[3]))
+    # Counted are 1 and 0: mean 1/2, deviation 1/2.
+    np.testing.assert_array_equal(batch_advantages(config, [group], 0, np.zeros((4, 4)))[0], [1, 0, 0, -1])
+    assert [targets for _, targets, _ in sequences(host_batch(config, [group]), 0)] == [[10], [40]]
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weight", "denominator"),
+    [
+        # Response lengths 2, 1, (3: not graded), 1: four tokens in three sequences; the limit is 12.
+        ("token_mean", [1, 1, 0, 1], 4),
+        ("sequence_mean", [1 / 2, 1, 0, 1], 3),
+        ("dr_grpo", [1, 1, 0, 1], 3 * 12),
+    ],
+)
+def test_weights_and_denominators_by_hand(aggregation: str, weight: list[float], denominator: float) -> None:
+    arrays = host_batch(tiny_config(algorithm__aggregation=aggregation), [group_with_errors()])
+    np.testing.assert_allclose(arrays["weight_PN"], [weight, [0] * 4, [0] * 4, [0] * 4], rtol=1e-7)
+    np.testing.assert_array_equal(arrays["denominator"], [denominator, 0])
+
+
+def test_kl_in_the_reward_is_taken_off_before_the_group_statistics() -> None:
+    config = tiny_config(algorithm__kl_placement="reward", algorithm__kl_coefficient=0.5, algorithm__advantage="dr_grpo")
+    group = make_group(make_prompt(0), [[10], [20], [30], [40]], [1.0, 0.0, 0.0, 0.0])
+    kl_sum_PN = np.zeros((4, 4), np.float32)
+    kl_sum_PN[0] = [1.0, 0.0, -1.0, 0.0]
+    # Rewards become 1/2, 0, 1/2, 0; their mean is 1/4.
+    np.testing.assert_allclose(batch_advantages(config, [group], 0, kl_sum_PN)[0], [0.25, -0.25, 0.25, -0.25])
+    config.algorithm.kl_placement = "loss"
+    np.testing.assert_allclose(batch_advantages(config, [group], 0, kl_sum_PN)[0], [0.75, -0.25, -0.25, -0.25])
+
+
+def test_shaping_comes_before_the_advantages_and_follows_the_step() -> None:
+    config = tiny_config(
+        algorithm__advantage="dr_grpo", shaping__cosine_weight=1.0, shaping__cosine_on_steps=2, shaping__cosine_off_steps=3
+    )
+    group = make_group(make_prompt(0), [[10] * 12, [20] * 6, [30] * 12, [40] * 6], [1.0, 1.0, 1.0, 1.0])
+    # The term is 0 at the limit of 12 tokens and 1/2 halfway: rewards 1, 3/2, 1, 3/2.
+    on, off = [-0.25, 0.25, -0.25, 0.25], [0.0] * 4
+    for step, expected in ((0, on), (1, on), (2, off), (4, off), (5, on)):
+        np.testing.assert_allclose(batch_advantages(config, [group], step, np.zeros((4, 4)))[0], expected, atol=1e-7)
 
 
 @pytest.mark.parametrize(("groups", "updates", "expected"), [(8, 4, [2, 2, 2, 2]), (7, 3, [3, 2, 2]), (2, 4, [1, 1, 0, 0]), (0, 2, [0, 0])])
 def test_mini_batches_take_the_groups_in_prompt_order_and_evenly(groups: int, updates: int, expected: list[int]) -> None:
     config = tiny_config(batch__prompts=8, batch__updates=updates)
     made = [make_group(make_prompt(i, [i + 1] * 3), [[40, 41], [42]] * 2, [1, 0, 0, 0]) for i in range(groups)]
-    arrays = host_batch(config, made, np.ones((groups, 4), np.float32))
+    arrays = host_batch(config, made)
     found = [sorted({tokens[0] - 1 for tokens, _, _ in sequences(arrays, update)}) for update in range(updates)]
     assert [len(ids) for ids in found] == expected
     assert [i for ids in found for i in ids] == list(range(groups))
@@ -56,7 +104,7 @@ def test_mini_batches_take_the_groups_in_prompt_order_and_evenly(groups: int, up
 def test_everything_lies_in_the_micro_batches_that_are_in_use() -> None:
     config = tiny_config(batch__prompts=6, batch__updates=2, batch__micro_batch_rows=2)
     groups = random_groups(6)
-    arrays = host_batch(config, groups, np.ones((6, 4), np.float32))
+    arrays = host_batch(config, groups)
     learned = sum(len(completion.token_ids) for group in groups for completion in group.completions)
     assert arrays["mask"].sum() == learned
     for update, used in enumerate(arrays["micro_batches"]):
@@ -70,8 +118,7 @@ def test_everything_lies_in_the_micro_batches_that_are_in_use() -> None:
 def test_a_batch_has_the_shapes_and_shardings_that_were_compiled_for(groups: int, strategy: str) -> None:
     config, mesh = tiny_config(batch__prompts=5, batch__updates=2), make_mesh(strategy)
     shapes = batch_shapes(config, mesh)
-    arrays, advantage_PN = device_batch(config, random_groups(groups), mesh)
-    assert advantage_PN.shape == (groups, 4)
+    arrays = device_batch(config, random_groups(groups), mesh)
     assert arrays.keys() == shapes.keys()
     for name, array in arrays.items():
         assert (array.shape, array.dtype) == (shapes[name].shape, shapes[name].dtype), name
@@ -84,6 +131,6 @@ def test_the_longest_possible_sequences_fit() -> None:
     config = tiny_config(batch__prompts=5, batch__updates=2, batch__row_tokens=20)
     assert micro_batches_per_update(config) == 3
     groups = [make_group(make_prompt(i, [1] * 8), [[2] * 12] * 4, [1, 0, 0, 0]) for i in range(5)]
-    arrays = host_batch(config, groups, np.ones((5, 4), np.float32))
+    arrays = host_batch(config, groups)
     np.testing.assert_array_equal(arrays["micro_batches"], [3, 2])
     assert arrays["mask"].sum() == 5 * 4 * 12

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
+from configs import prorl_v1, prorl_v2
 from jaxprorl import config as config_module
+from jaxprorl.algorithms.advantages import ADVANTAGES
+from jaxprorl.algorithms.correction import CORRECTIONS
+from jaxprorl.algorithms.filtering import FILTERS
+from jaxprorl.algorithms.kl import KL_ESTIMATORS
+from jaxprorl.algorithms.losses import AGGREGATIONS
+from jaxprorl.algorithms.shaping import STOPPING
 from jaxprorl.config import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,12 +27,69 @@ def load(*overrides: str, file: str = QUICKSTART) -> ConfigDict:
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("[!_]*.py")), ids=lambda path: path.stem)
-def test_shipped_configs_are_valid(file: Path) -> None:
-    if file.stem == "base":  # it names no tasks, on purpose
+def test_shipped_configs_are_valid(file: Path, tmp_path: Path) -> None:
+    if file.stem in ("prorl_v1", "prorl_v2"):  # the model's folder is the user's
+        with pytest.raises(ConfigError, match=r"model\.path = 'models/DeepSeek-R1-Distill-Qwen-1\.5B': no such folder"):
+            load(file=str(file))
+        assert load(f"model.path={tmp_path}", file=str(file)).batch.updates == 4
+    elif file.stem == "base":  # it names no tasks, on purpose
         with pytest.raises(ConfigError, match=r"data\.tasks = {}: name at least one"):
             load(file=str(file))
     else:
         assert load(file=str(file)).is_locked
+
+
+def test_prorl_v1_and_v2_differ_where_the_papers_do_and_nowhere_else() -> None:
+    v1, v2 = prorl_v1.get_config().to_dict(), prorl_v2.get_config().to_dict()
+    assert {field: (old, new) for field, old, new in config_module.differences(v1, v2)} == {
+        "run_name": ("prorl_v1", "prorl_v2"),
+        "steps": (2000, 3000),
+        "batch.prompts": (256, 512),
+        "algorithm.advantage": ("grpo", "reinforce_pp_trajectory"),
+        "algorithm.clip_high": (0.4, 0.28),
+        "algorithm.kl_estimator": ("k3", "k2"),
+        "shaping.cosine_weight": (0.0, 0.1),
+        "resets.optimizer": (True, False),
+    }
+
+
+def test_choices_are_those_of_the_algorithms() -> None:
+    tables = {
+        "algorithm.advantage": ADVANTAGES,
+        "algorithm.aggregation": AGGREGATIONS,
+        "algorithm.kl_estimator": KL_ESTIMATORS,
+        "algorithm.correction": CORRECTIONS,
+        "filtering.rule": FILTERS,
+        "shaping.stopping": STOPPING,
+    }
+    for field, table in tables.items():
+        assert config_module.CHOICES[field] == tuple(table), field
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm.correction=icepop", "algorithm.old_logp=engine"], ["algorithm.correction = 'icepop'", "algorithm.old_logp", "'off'"]),
+        (["algorithm.correction_low=5.0"], ["algorithm.correction_low = 5.0", "algorithm.correction_high = 5.0"]),
+        (["shaping.stopping=overlong", "shaping.buffer_tokens=49"], ["shaping.buffer_tokens = 49", "rollout.max_response_tokens = 48"]),
+        (["shaping.cosine_minimum=2.0"], ["shaping.cosine_minimum = 2.0", "shaping.cosine_maximum = 1.0"]),
+        (["optimizer.schedule=cosine"], ["optimizer.cosine_updates = 0", "optimizer.warmup_updates = 8"]),
+        (["optimizer.schedule=cosine", "optimizer.cosine_updates=8"], ["optimizer.cosine_updates = 8", "optimizer.warmup_updates = 8"]),
+    ],
+)
+def test_parts_of_the_objective_that_contradict_each_other_are_refused(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_domain_with_an_unknown_rule_is_refused() -> None:
+    config = load()
+    with config.unlocked():
+        config.filtering.rules.arithmetic = "median"
+    with pytest.raises(ConfigError, match=r"filtering\.rules\.arithmetic = 'median': choose one of spread, accuracy"):
+        config_module.validate(config)
 
 
 def test_overrides_have_their_fields_type() -> None:
@@ -60,6 +124,23 @@ WRONG_VALUES = {
     "algorithm.clip_low=1.5": "between 0 and 1",
     "algorithm.clip_high=0.0": "greater than 0",
     "algorithm.kl_coefficient=-0.1": "0 or more",
+    "algorithm.advantage=gae": "grpo, dr_grpo, rloo, reinforce_pp_trajectory, reinforce_pp_token",
+    "algorithm.policy_loss=ppo": "clipped, gspo, reinforce",
+    "algorithm.aggregation=mean": "token_mean, sequence_mean, dr_grpo",
+    "algorithm.kl_estimator=k4": "k1, k2, k3, k1_gradient",
+    "algorithm.kl_placement=advantage": "loss, reward",
+    "algorithm.correction=tis": "off, truncated, icepop, geometric_mask",
+    "algorithm.old_logp=current": "trainer, engine",
+    "algorithm.entropy_bonus=-0.1": "0 or more",
+    "filtering.rule=std": "spread, accuracy",
+    "filtering.tolerance=-1.0": "0 or more",
+    "shaping.stopping=both": "off, overlong, non_termination, stop_properly",
+    "shaping.coefficient=1.5": "between 0 and 1",
+    "shaping.buffer_tokens=0": "greater than 0",
+    "optimizer.schedule=linear": "constant, cosine",
+    "optimizer.final_share=2.0": "between 0 and 1",
+    "optimizer.max_skipped_updates=0": "greater than 0",
+    "rollout.max_staleness=-1": "0 or more",
     "rollout.temperature=0.0": "greater than 0",
     "rollout.samples_per_prompt=1": "at least 2 samples",
     "rollout.samples_per_prompt=7": "",  # reported for the field that must divide: rollout.slots

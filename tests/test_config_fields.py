@@ -114,9 +114,9 @@ def uses(source: str) -> list[Use]:
 
 
 def leaves(config: ConfigDict, prefix: FieldPath = ()) -> Iterator[FieldPath]:
-    """Paths of all fields. `data.tasks` is filled by experiments and counts as one field."""
+    """Paths of all fields. What experiments fill counts as one field."""
     for name, value in config.items():
-        if isinstance(value, ConfigDict) and (*prefix, name) != ("data", "tasks"):
+        if isinstance(value, ConfigDict) and (*prefix, name) not in (("data", "tasks"), ("filtering", "rules")):
             yield from leaves(value, (*prefix, name))
         else:
             yield (*prefix, name)

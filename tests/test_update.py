@@ -11,17 +11,18 @@ import optax
 import pytest
 from factories import QUICK_COMPILE, make_group, make_prompt, random_groups, random_params, tiny_config, tiny_model
 from flax import nnx
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxprorl.algorithms.advantages import group_relative
-from jaxprorl.batch import batch_shapes, host_batch
+from jaxprorl.batch import batch_advantages, batch_shapes, host_batch
 from jaxprorl.models.qwen2 import build
 from jaxprorl.optimizer import make_optimizer
-from jaxprorl.rollout.collect import rewards
+from jaxprorl.rollout.groups import graded
 from jaxprorl.sharding.mesh import make_mesh
 from jaxprorl.state import TrainState, state_shardings
 from jaxprorl.types import Group
-from jaxprorl.update import host_metrics, make_train_step, objective_sums
+from jaxprorl.update import host_metrics, make_log_probs, make_train_step, objective
 
 MODEL = tiny_model(num_hidden_layers=1)  # compiling is what takes the time here
 OBJECTIVE = {"algorithm__kl_coefficient": 0.1, "optimizer__learning_rate": 0.03}
@@ -30,24 +31,26 @@ SMOOTH = {"optimizer__eps": 1e-2, "optimizer__clip_norm": 0.5}
 
 
 def train(
-    config: ConfigDict, groups: list[Group] | None = None, dtype: str = "float64", devices: int = 1, edit: Any = None
+    config: ConfigDict, groups: list[Group] | None = None, dtype: str = "float64", devices: int = 1, edit: Any = None, start: Any = None
 ) -> tuple[TrainState, dict[str, np.ndarray]]:
     """One training step from the start state, on groups of `factories`: new state and metrics per update, as numpy arrays."""
     groups = random_groups(config.batch.prompts) if groups is None else groups
-    batch = host_batch(config, groups, advantages(groups))
+    batch = host_batch(config, groups)
     if edit:
         edit(batch)
     batch = {name: value.astype(dtype) if value.dtype == np.float32 else value for name, value in batch.items()}
     with jax.enable_x64(dtype == "float64"):
         mesh = make_mesh("dp", jax.devices()[:devices])
-        state = jax.device_put(start_state(config, dtype), state_shardings(config, MODEL, mesh))
+        state = jax.device_put(start or start_state(config, dtype), state_shardings(config, MODEL, mesh))
         batch = jax.device_put(batch, {name: shape.sharding for name, shape in batch_shapes(config, mesh).items()})
-        state, metrics = compiled_step(config.to_json(), dtype)(state, batch)
+        log_probs, step = compiled_step(config.to_json(), dtype, mesh)
+        fixed, kl_sum_PN = log_probs(state.params, state.reference, batch)
+        state, metrics = step(state, batch, fixed, batch_advantages(config, groups, 0, kl_sum_PN).astype(dtype))
         return jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, metrics)
 
 
 def advantages(groups: list[Group]) -> np.ndarray:
-    return group_relative(*rewards(groups)) if groups else np.zeros((0, 4), np.float32)
+    return group_relative(*graded(groups)) if groups else np.zeros((0, 4), np.float32)
 
 
 def start_state(config: ConfigDict, dtype: str) -> TrainState:
@@ -58,9 +61,12 @@ def start_state(config: ConfigDict, dtype: str) -> TrainState:
 
 
 @cache
-def compiled_step(config_json: str, dtype: str) -> Any:
-    step = make_train_step(build(MODEL, dtype), ConfigDict(json.loads(config_json)))
-    return jax.jit(step, compiler_options=QUICK_COMPILE)
+def compiled_step(config_json: str, dtype: str, mesh: Mesh) -> tuple[Any, Any]:
+    graphdef, config = build(MODEL, dtype), ConfigDict(json.loads(config_json))
+    return tuple(
+        jax.jit(function, compiler_options=QUICK_COMPILE)
+        for function in (make_log_probs(graphdef, config), make_train_step(graphdef, config))
+    )
 
 
 def difference(a: Any, b: Any) -> float:
@@ -175,8 +181,9 @@ def test_the_first_update_is_on_policy_and_later_ones_are_not() -> None:
     np.testing.assert_allclose([metrics["ratio.min"][0], metrics["ratio.max"][0]], 1, rtol=0, atol=1e-12)
     assert metrics["clip.low_share"][0] == metrics["clip.high_share"][0] == 0
     # Ratio 1 everywhere: the loss is minus the mean advantage per token.
-    batch = host_batch(tiny_config(), random_groups(4), advantages(random_groups(4)))
-    expected = -batch["advantage"][0].sum() / batch["mask"][0].sum()
+    batch = host_batch(tiny_config(), random_groups(4))
+    advantage_BS = advantages(random_groups(4)).ravel()[batch["sequence"][0]] * batch["mask"][0]
+    expected = -advantage_BS.sum() / batch["mask"][0].sum()
     assert metrics["loss.policy"][0] == pytest.approx(expected, rel=1e-6)
     assert metrics["ratio.min"][1] < 1 < metrics["ratio.max"][1]
 
@@ -189,7 +196,7 @@ def test_updates_without_tokens_change_nothing() -> None:
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(start), strict=True):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(metrics["tokens.trained"], [0, 0])
-    assert host_metrics(metrics) == {"tokens.trained": 0.0, "updates": 0.0}
+    assert host_metrics(metrics) == {"tokens.trained": 0.0, "updates": 0.0, "updates.skipped": 0.0}
     # One group fills the first of two updates; the second one leaves its result alone, the optimizer's count included.
     state, metrics = train(config, groups=random_groups(1))
     (_, count), *_ = optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")
@@ -209,8 +216,8 @@ def test_unused_micro_batches_and_padding_have_no_influence() -> None:
         for name in ("tokens", "targets", "positions"):
             batch[name][unused] = 7
             batch[name][batch["segment_ids"] == 0] = 7
-        for name in ("advantage", "engine_logp"):
-            batch[name][batch["mask"] == 0] = 1e6
+        batch["engine_logp"][batch["mask"] == 0] = 1e6
+        batch["sequence"][batch["mask"] == 0] = 5
 
     (state, metrics), (other, other_metrics) = train(config), train(config, edit=garbage)
     assert difference(state, other) == 0
@@ -250,18 +257,28 @@ def test_metrics_by_hand() -> None:
         "ratio.max": np.array([1.0, 1.5, -np.inf]),
         "ratio.min": np.array([1.0, 0.5, np.inf]),
         "grad_norm": np.array([1.0, 3.0, 0.0]),
+        "updates.skipped": np.zeros(3, bool),
+        "importance.mean": np.array([1.0, 2.0, 0.0]),
+        "importance.mean_square": np.array([1.5, 5.5, 0.0]),
     }
-    # Entropy by tokens: (30 x 1 + 10 x 2) / 40 = 1.25; norms by updates: (1 + 3) / 2.
-    expected = {"tokens.trained": 40.0, "updates": 2.0, "entropy": 1.25, "ratio.max": 1.5, "ratio.min": 0.5, "grad_norm": 2.0}
+    # Entropy by tokens: (30 x 1 + 10 x 2) / 40 = 1.25; norms by updates: (1 + 3) / 2. Of the 40 tokens' weights the sum is 30 x 1 + 10 x 2
+    # = 50 and the sum of squares 30 x 1.5 + 10 x 5.5 = 100: 50^2 / (40 x 100) = 0.625 of them are in effect.
+    expected = {"tokens.trained": 40.0, "tokens.per_update": 20.0, "updates": 2.0, "updates.skipped": 0.0, "entropy": 1.25}
+    expected |= {"ratio.max": 1.5, "ratio.min": 0.5, "grad_norm": 2.0, "mismatch.effective_share": 0.625}
     assert host_metrics(two) == expected
+    # A skipped update leaves no trace in the others' means.
+    skipped = {name: np.array([np.nan, *value]) for name, value in two.items()} | {
+        "tokens.trained": np.array([50.0, 30.0, 10.0, 0.0]),
+        "updates.skipped": np.array([True, False, False, False]),
+    }
+    assert host_metrics(skipped) == expected | {"updates.skipped": 1.0}
 
 
 def test_gradients_are_finite_where_policies_have_nothing_in_common() -> None:
     config = tiny_config()
-    rows = {
-        name: jnp.asarray(value[0, 0]) for name, value in host_batch(config, random_groups(4), np.ones((4, 4))).items() if value.ndim > 1
-    }
-    gradient_of = jax.grad(lambda params, rows: objective_sums(build(MODEL), params, rows, config)[0])
+    rows = {name: jnp.asarray(value[0, 0]) for name, value in host_batch(config, random_groups(4)).items() if value.ndim == 4}
+    rows |= {"advantage": jnp.ones(rows["mask"].shape), "weight": jnp.ones(rows["mask"].shape)}
+    gradient_of = jax.grad(lambda params, rows: objective(build(MODEL), params, rows, config)[0])
     gradient_of = jax.jit(gradient_of, compiler_options=QUICK_COMPILE)
     for old, reference in ((0.0, -1e4), (-1e4, 0.0), (-1e4, -1e4)):
         full = rows | {"old_logp": jnp.full(rows["mask"].shape, old), "reference_logp": jnp.full(rows["mask"].shape, reference)}

@@ -72,8 +72,8 @@ def _forward(temperature: float, hidden_ND: jax.Array, head_VD: jax.Array, targe
         logp_CV = _log_softmax(hidden_ND[here_C], head_VD, temperature)
         logp_C = jnp.take_along_axis(logp_CV, targets_N[here_C][:, None], axis=1)[:, 0]
         entropy_C = -jnp.sum(jnp.exp(logp_CV) * logp_CV, axis=1)
-        new = logp_C, entropy_C
-        return tuple(jax.lax.dynamic_update_slice_in_dim(old, x, c * size, 0) for old, x in zip(results_M, new, strict=True))
+        put = jax.lax.dynamic_update_slice_in_dim
+        return put(results_M[0], logp_C, c * size, 0), put(results_M[1], entropy_C, c * size, 0)
 
     count = jnp.sum(wanted_N)
     results_M = jax.lax.fori_loop(0, (count + size - 1) // size, chunk, (start_M, start_M))

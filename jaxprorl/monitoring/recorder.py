@@ -30,7 +30,14 @@ class Recorder:
     """
 
     def __init__(
-        self, config: ConfigDict, folder: RunFolder, progress: Progress, tasks: Collection[str], step: int, offsets: Mapping[str, int]
+        self,
+        config: ConfigDict,
+        folder: RunFolder,
+        progress: Progress,
+        tasks: Collection[str],
+        domains: Collection[str],
+        step: int,
+        offsets: Mapping[str, int],
     ):
         for module, path, name in ((metrics, folder.metrics, "metrics"), (events, folder.events, "events")):
             try:
@@ -39,7 +46,7 @@ class Recorder:
                 raise CheckpointError(f"{error}. Restore the file, or start over with --config.on_existing=replace") from None
         samples.remove_after(folder.samples, step - 1)
         self._folder = folder
-        self._metrics = metrics.MetricsLog(folder.metrics, tasks)
+        self._metrics = metrics.MetricsLog(folder.metrics, tasks, domains)
         self._events = events.EventLog(folder.events)
         self._board = TensorBoardMirror(folder.tensorboard, purge_step=step if step else None) if config.monitoring.tensorboard else None
         self.progress = progress
@@ -51,15 +58,15 @@ class Recorder:
             self._board.add_event({"step": step, "kind": kind, **fields})
 
     def rollout(self, step: int, batch: RolloutBatch, advantage_PN: np.ndarray, tokenizer: Tokenizer) -> None:
-        """Events of one rollout batch, and its samples as a Parquet file."""
-        dropped = [g.prompt.prompt_id for g, spread in zip(batch.groups, batch.has_spread, strict=True) if not spread]
+        """Events of one rollout batch, and its samples as a Parquet file. advantage_PN begins with the rows of `batch.trained`."""
+        dropped = [g.prompt.prompt_id for g, signal in zip(batch.groups, batch.has_signal, strict=True) if not signal]
         if dropped:
             self.event(step, "drop", prompt_ids=dropped)
         for number, prompts in enumerate(batch.refills, start=1):
             self.event(step, "refill", round=number, prompts=prompts)
         advantages = iter(advantage_PN)
         rows = []
-        for group, kept in zip(batch.groups, batch.kept, strict=True):
+        for group, kept in [(group, True) for group in batch.carried] + list(zip(batch.groups, batch.kept, strict=True)):
             texts = [tokenizer.decode(completion.token_ids) for completion in group.completions]
             rows += samples.group_rows(group, tokenizer.decode(group.prompt.token_ids), texts, kept, next(advantages) if kept else None)
         samples.write_samples(self._folder.samples, step, rows)

@@ -1,19 +1,23 @@
-"""One rollout batch: draw, sample, grade, drop groups without spread, refill, until the batch is full or the cap is reached.
+"""One rollout batch: draw, sample, grade, drop groups without a signal, refill, until the batch is full or the cap is reached.
 
-A batch is the first K kept groups in prompt order. Nothing depends on which completion or grade came first.
+A batch is the first K groups with a signal in prompt order, those left over from earlier steps first. Nothing depends on which
+completion or grade came first.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxprorl.algorithms.filtering import has_spread
+from jaxprorl.algorithms.filtering import keeps_signal
 from jaxprorl.data.mixture import prompt_index
+from jaxprorl.errors import RewardError
 from jaxprorl.rewards.pool import GraderPool
 from jaxprorl.rollout.engine import Engine, Sampling
+from jaxprorl.rollout.groups import graded
+from jaxprorl.rollout.surplus import staleness
 from jaxprorl.types import Completion, Group, Prompt
 
 
@@ -23,8 +27,11 @@ class RolloutBatch:
 
     Attributes:
         groups: every drawn group, in prompt order.
-        kept: for each of them, whether it is trained on; at most `batch.prompts` are.
-        has_spread: for each of them, whether it carries a signal; `has_spread & ~kept` is surplus.
+        kept: for each of them, whether it is trained on.
+        has_signal: for each of them, whether dynamic sampling keeps it; `has_signal & ~kept` is surplus.
+        carried: surplus of earlier steps that this one trains on.
+        surplus: groups with a signal that the next step may still train on within `rollout.max_staleness`.
+        expired: surplus of earlier steps that became too old, or had no room again.
         refills: prompts drawn in each refill round.
         first_position: position of the first drawn prompt in the prompt order.
         positions: places of the prompt order used up.
@@ -34,7 +41,10 @@ class RolloutBatch:
 
     groups: list[Group] = field(default_factory=list)
     kept: list[bool] = field(default_factory=list)
-    has_spread: list[bool] = field(default_factory=list)
+    has_signal: list[bool] = field(default_factory=list)
+    carried: list[Group] = field(default_factory=list)
+    surplus: list[Group] = field(default_factory=list)
+    expired: list[Group] = field(default_factory=list)
     refills: list[int] = field(default_factory=list)
     first_position: int = 0
     positions: int = 0
@@ -44,49 +54,69 @@ class RolloutBatch:
     @property
     def trained(self) -> list[Group]:
         """The groups of the batch."""
-        return [group for group, kept in zip(self.groups, self.kept, strict=True) if kept]
+        return self.carried + [group for group, kept in zip(self.groups, self.kept, strict=True) if kept]
 
 
 class Rollout:
     """A rollout under way: made, it has dispatched the first decode steps; `finish` blocks for the batch."""
 
-    def __init__(self, config: ConfigDict, engine: Engine, graders: GraderPool, prompts: tuple[Prompt, ...], position: int, step: int):
+    def __init__(
+        self,
+        config: ConfigDict,
+        engine: Engine,
+        graders: GraderPool,
+        prompts: tuple[Prompt, ...],
+        position: int,
+        step: int,
+        surplus: Sequence[Group] = (),
+        policy_version: int = 0,
+    ):
+        """`surplus` is that of the last step, `policy_version` the engine's."""
         self._config, self._engine, self._graders, self._prompts = config, engine, graders, prompts
+        self._version = policy_version
         self._sampling = Sampling(config.rollout.samples_per_prompt, config.rollout.temperature, config.seed, step)
         self._batch = RolloutBatch(first_position=position)
-        self._drawn, self._stream = self._draw(config.batch.prompts)
+        self._seen = {group.prompt.prompt_id for group in surplus}  # ids of the prompts in this step
+        self._left = list(surplus[config.batch.prompts :])
+        self._batch.carried = list(surplus[: config.batch.prompts])
+        self._drawn, self._stream = self._draw(config.batch.prompts - len(self._batch.carried))
 
     def _draw(self, count: int) -> tuple[list[Prompt], Iterator[Completion]]:
         """The next `count` prompts in order, and their completions, already being sampled.
 
         A prompt that is in the step already (its epoch ended just now, or there are few) is passed over: its draws would be the same.
         """
-        seen = {group.prompt.prompt_id for group in self._batch.groups}
+        batch = self._batch
         drawn: list[Prompt] = []
-        while len(drawn) < count and len(seen) < len(self._prompts):
-            position = self._batch.first_position + self._batch.positions
+        while len(drawn) < count and len(self._seen) < len(self._prompts):
+            position = batch.first_position + batch.positions
             prompt = self._prompts[prompt_index(self._config.seed, position, len(self._prompts))]
-            self._batch.positions += 1
-            if prompt.prompt_id not in seen:
-                seen.add(prompt.prompt_id)
+            batch.positions += 1
+            if prompt.prompt_id not in self._seen:
+                self._seen.add(prompt.prompt_id)
                 drawn.append(prompt)
         return drawn, self._engine.generate(drawn, self._sampling)
 
     def finish(self) -> RolloutBatch:
         """Waits for the completions, and refills while groups are missing and the cap allows."""
         started_s = time.perf_counter()
-        batch, wanted = self._batch, self._config.batch.prompts
-        cap = int(wanted * self._config.batch.max_drawn_factor)
+        batch, wanted = self._batch, self._config.batch.prompts - len(self._batch.carried)
+        cap = int(self._config.batch.prompts * self._config.batch.max_drawn_factor)
         while True:
             self._take()
-            missing = wanted - sum(batch.has_spread)
-            refill = min(self._config.batch.refill_prompts, cap - len(batch.groups), len(self._prompts) - len(batch.groups))
+            missing = wanted - sum(batch.has_signal)
+            refill = min(self._config.batch.refill_prompts, cap - len(batch.groups), len(self._prompts) - len(self._seen))
             if missing <= 0 or refill <= 0:
                 break
             batch.refills.append(refill)
             self._drawn, self._stream = self._draw(refill)
-        rank = np.cumsum(batch.has_spread)
-        batch.kept = [bool(spread and place <= wanted) for spread, place in zip(batch.has_spread, rank, strict=True)]
+        rank = np.cumsum(batch.has_signal)
+        batch.kept = [bool(signal and place <= wanted) for signal, place in zip(batch.has_signal, rank, strict=True)]
+        drawn = [g for g, signal, kept in zip(batch.groups, batch.has_signal, batch.kept, strict=True) if signal and not kept]
+        # The next step's weights are one version further.
+        fresh = [staleness(group, self._version + 1) <= self._config.rollout.max_staleness for group in self._left + drawn]
+        batch.surplus = [group for group, keep in zip(self._left + drawn, fresh, strict=True) if keep]
+        batch.expired = [group for group, keep in zip(self._left, fresh, strict=False) if not keep]
         batch.rollout_s = time.perf_counter() - started_s
         return batch
 
@@ -105,11 +135,18 @@ class Rollout:
             keys = [(prompt.prompt_id, sample) for sample in samples]
             group = Group(prompt, tuple(completions[key] for key in keys), tuple(scores[key] for key in keys))
             self._batch.groups.append(group)
-            self._batch.has_spread.append(bool(has_spread(*rewards([group]), self._config.algorithm.zero_spread_tolerance)[0]))
+            self._batch.has_signal.append(has_signal(self._config, group))
 
 
-def rewards(groups: list[Group]) -> tuple[np.ndarray, np.ndarray]:
-    """reward_PN and mask_PN (0 where the grader failed) of groups of the same size."""
-    reward_PN = np.array([[score.value for score in group.scores] for group in groups], np.float64)
-    mask_PN = np.array([[score.outcome == "scored" for score in group.scores] for group in groups], np.float64)
-    return reward_PN, mask_PN
+def has_signal(config: ConfigDict, group: Group) -> bool:
+    """Whether dynamic sampling keeps a group: by the rule of its domain, from the graders' rewards.
+
+    Raises:
+        RewardError: the rule does not fit the reward.
+    """
+    c, domain = config.filtering, group.prompt.domain
+    field = f"filtering.rules.{domain}" if domain in c.rules else "filtering.rule"
+    try:
+        return bool(keeps_signal(c.rules.get(domain, c.rule), *graded([group]), c.tolerance)[0])
+    except ValueError as error:
+        raise RewardError(f"{field} = 'accuracy', prompt {group.prompt.prompt_id} of domain {domain}: {error}") from None

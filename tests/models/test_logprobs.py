@@ -76,7 +76,9 @@ def test_extreme_logits_stay_finite_with_finite_gradients(chunk_tokens: int) -> 
 
 def test_bfloat16_hidden_states_give_float32_results() -> None:
     hidden, head, targets = arrays()
-    logp_BS, entropy_BS = token_log_probs(jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(head, jnp.bfloat16), jnp.asarray(targets), 1.0, ALL_BS)
+    logp_BS, entropy_BS = token_log_probs(
+        jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(head, jnp.bfloat16), jnp.asarray(targets), 1.0, ALL_BS
+    )
     assert logp_BS.dtype == entropy_BS.dtype == "float32"
     exact_BSV = scipy.special.log_softmax(hidden @ head.T, axis=-1)
     np.testing.assert_allclose(logp_BS, np.take_along_axis(exact_BSV, targets[..., None], -1)[..., 0], atol=0.1)

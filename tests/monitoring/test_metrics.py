@@ -45,6 +45,14 @@ def test_per_task_names(tmp_path):
             log.append(2, {"reward.maen": 1.0})
 
 
+def test_per_domain_names(tmp_path):
+    check_name("reward_std.anything")
+    with MetricsLog(tmp_path / "m", tasks=("chain_sum",), domains=("arithmetic",)) as log:
+        log.append(1, {"reward_std.arithmetic": 1.0, "advantage_mean.arithmetic": 0.0})
+        with pytest.raises(ValueError, match=r"reward_std\.chain_sum.*domains \['arithmetic'\]"):
+            log.append(2, {"reward_std.chain_sum": 1.0})
+
+
 def test_a_task_may_not_hide_another_metric(tmp_path):
     with pytest.raises(ValueError, match=r"reward\.mean"):
         MetricsLog(tmp_path / "m", tasks=("mean",))

@@ -29,7 +29,7 @@ def config() -> ConfigDict:
 
 
 def recorder(config: ConfigDict, path: Path, step: int = 0, offsets: dict[str, int] = NO_LINES) -> Recorder:
-    return Recorder(config, RunFolder(path), Progress(10, False), ["task"], step, offsets)
+    return Recorder(config, RunFolder(path), Progress(10, False), ["task"], ["domain"], step, offsets)
 
 
 def batch() -> RolloutBatch:
@@ -39,7 +39,7 @@ def batch() -> RolloutBatch:
         make_group(make_prompt(12), [(4,), (5,)], [0.0, 0.0]),
         make_group(make_prompt(13), [(6,), (7,)], [None, 1.0]),
     ]
-    return RolloutBatch(groups, kept=[True, False, False], has_spread=[True, False, True], refills=[2], positions=3)
+    return RolloutBatch(groups, kept=[True, False, False], has_signal=[True, False, True], refills=[2], positions=3)
 
 
 def test_a_rollout_becomes_events_and_samples(config: ConfigDict, tmp_path: Path) -> None:
@@ -57,6 +57,20 @@ def test_a_rollout_becomes_events_and_samples(config: ConfigDict, tmp_path: Path
         (12, 1, "5", 0.0, False, None),
         (13, 0, "6", None, False, None),
         (13, 1, "7", 1.0, False, None),
+    ]
+
+
+def test_groups_left_over_from_an_earlier_step_are_recorded_first(config: ConfigDict, tmp_path: Path) -> None:
+    carried = batch()
+    carried.carried = [make_group(make_prompt(9), [(8,), (9,)], [0.0, 1.0])]
+    with recorder(config, tmp_path) as log:
+        log.rollout(4, carried, np.array([[-1.0, 1.0], [0.5, -0.5]]), FakeTokenizer())  # type: ignore[arg-type]
+    rows = samples.read_samples(samples.sample_path(tmp_path / "samples", 4))
+    assert [(row["prompt_id"], row["sample"], row["kept"], row["advantage"]) for row in rows[:4]] == [
+        (9, 0, True, -1.0),
+        (9, 1, True, 1.0),
+        (11, 0, True, 0.5),
+        (11, 1, True, -0.5),
     ]
 
 

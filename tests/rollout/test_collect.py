@@ -3,19 +3,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from factories import make_prompt, make_score, tiny_config
+from factories import make_group, make_prompt, make_score, tiny_config
 from ml_collections import ConfigDict
 
 from jaxprorl.data.mixture import prompt_index
-from jaxprorl.rollout.collect import Rollout, RolloutBatch, rewards
+from jaxprorl.errors import RewardError
+from jaxprorl.rollout.collect import Rollout, RolloutBatch, has_signal
 from jaxprorl.rollout.engine import Sampling
-from jaxprorl.types import Completion, Prompt, Score
+from jaxprorl.rollout.groups import graded
+from jaxprorl.types import Completion, Group, Prompt, Score
 
 
 class FakeEngine:
     """Answers every prompt at once, in an order of its own; remembers what it was asked."""
 
-    def __init__(self, order_seed: int | None = None):
+    def __init__(self, order_seed: int | None = None, version: int = 0):
+        self.version = version
         self.order = None if order_seed is None else np.random.RandomState(order_seed)
         self.calls: list[list[int]] = []
         self.samplings: list[Sampling] = []
@@ -31,11 +34,10 @@ class FakeEngine:
             self.order.shuffle(keys)
         return self.stream(keys)
 
-    @staticmethod
-    def stream(keys: list[tuple[int, int]]) -> Iterator[Completion]:
+    def stream(self, keys: list[tuple[int, int]]) -> Iterator[Completion]:
         for prompt_id, sample in keys:
             ids = np.array([prompt_id, sample], np.int32)
-            yield Completion(prompt_id, sample, ids, np.zeros(2, np.float32), "stop", ((0, 0, 2),))
+            yield Completion(prompt_id, sample, ids, np.zeros(2, np.float32), "stop", ((self.version, 0, 2),))
 
 
 class FakeGraders:
@@ -64,10 +66,17 @@ def order(config: ConfigDict, count: int, size: int, first: int = 0) -> list[int
 
 
 def roll_out(
-    config: ConfigDict, solvable: set[int], size: int = 20, position: int = 0, engine: FakeEngine | None = None, **kwargs: Any
+    config: ConfigDict,
+    solvable: set[int],
+    size: int = 20,
+    position: int = 0,
+    engine: FakeEngine | None = None,
+    failing: set[tuple[int, int]] = frozenset(),  # type: ignore[assignment]
+    surplus: Sequence[Group] = (),
+    version: int = 0,
 ) -> RolloutBatch:
-    prompts = tuple(make_prompt(i) for i in range(size))
-    return Rollout(config, engine or FakeEngine(), FakeGraders(solvable, **kwargs), prompts, position, step=7).finish()  # type: ignore[arg-type]
+    prompts, graders = tuple(make_prompt(i) for i in range(size)), FakeGraders(solvable, failing)
+    return Rollout(config, engine or FakeEngine(), graders, prompts, position, 7, surplus, version).finish()  # type: ignore[arg-type]
 
 
 def ids(groups: Sequence[Any]) -> list[int]:
@@ -94,7 +103,7 @@ def test_the_batch_is_the_first_kept_groups_in_prompt_order_whatever_ended_first
     drawn = order(config, 8, 20)
     batch = roll_out(config, set(drawn) - {drawn[0], drawn[2], drawn[3]}, engine=FakeEngine(order_seed))
     assert ids(batch.groups) == drawn
-    assert batch.has_spread == [False, True, False, False, True, True, True, True]
+    assert batch.has_signal == [False, True, False, False, True, True, True, True]
     assert batch.kept == [False, True, False, False, True, True, True, False]
     assert ids(batch.trained) == [drawn[1], drawn[4], drawn[5], drawn[6]]
     assert batch.refills == [2, 2]
@@ -150,16 +159,75 @@ def test_a_grader_error_gives_no_spread_and_stays_in_the_record() -> None:
     config = tiny_config(batch__max_drawn_factor=1.0)
     drawn = order(config, 4, 20)
     batch = roll_out(config, set(drawn), failing={(drawn[0], 0), (drawn[1], 3)})  # the first loses its only right answer
-    assert batch.has_spread == [False, True, True, True]
+    assert batch.has_signal == [False, True, True, True]
     assert [score.outcome for score in batch.groups[0].scores] == ["grader_error", "scored", "scored", "scored"]
-    reward_PN, mask_PN = rewards(batch.groups)
+    reward_PN, mask_PN = graded(batch.groups)
     np.testing.assert_array_equal(mask_PN[:2], [[0, 1, 1, 1], [1, 1, 1, 0]])
     np.testing.assert_array_equal(reward_PN[2:], [[1, 0, 0, 0]] * 2)
 
 
 def test_a_spread_within_the_tolerance_is_dropped() -> None:
-    config = tiny_config(batch__max_drawn_factor=1.0, algorithm__zero_spread_tolerance=1.0)
+    config = tiny_config(batch__max_drawn_factor=1.0, filtering__tolerance=1.0)
     assert roll_out(config, set(range(20))).trained == []
+
+
+# --- rules by domain -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_domain_may_have_a_rule_of_its_own() -> None:
+    config = tiny_config(filtering__tolerance=1.0, batch__max_drawn_factor=1.0)
+    assert roll_out(config, set(range(20))).trained == []  # "spread": 1 - 0 is within the tolerance
+    config.filtering.rules.domain = "accuracy"
+    assert len(roll_out(config, set(range(20))).trained) == 4
+
+
+def test_the_accuracy_rule_refuses_rewards_that_are_not_binary_by_field_and_value() -> None:
+    config = tiny_config(filtering__rule="accuracy")
+    group = make_group(make_prompt(3), [[1], [2]], [1.0, 0.5])
+    with pytest.raises(RewardError, match=r"filtering\.rule = 'accuracy', prompt 3 of domain domain.*0\.5"):
+        has_signal(config, group)
+    config.filtering.rules.domain = "spread"
+    assert has_signal(config, group)
+
+
+# --- surplus ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_on_policy_groups_without_room_are_discarded() -> None:
+    batch = roll_out(tiny_config(batch__refill_prompts=4), set(range(20)) - {order(tiny_config(), 1, 20)[0]})
+    assert batch.kept.count(True) == 4 and batch.has_signal.count(True) == 7
+    assert batch.surplus == batch.expired == []
+
+
+def test_within_the_staleness_bound_they_are_trained_on_first_and_save_drawing() -> None:
+    config = tiny_config(batch__refill_prompts=4, rollout__max_staleness=1)
+    drawn = order(config, 8, 20)
+    first = roll_out(config, set(range(20)) - {drawn[0]}, engine=FakeEngine(version=5), version=5)
+    assert ids(first.trained) == drawn[1:5] and ids(first.surplus) == drawn[5:8]
+    engine = FakeEngine(version=6)
+    second = roll_out(config, set(range(20)), position=first.positions, surplus=first.surplus, version=6, engine=engine)
+    assert [len(call) for call in engine.calls] == [1]  # three of four are there
+    assert ids(second.trained) == order(config, 9, 20)[5:9]
+    assert second.carried == first.surplus and second.surplus == []
+
+
+def test_surplus_that_became_too_old_expires() -> None:
+    config = tiny_config(rollout__max_staleness=2, batch__prompts=2)
+    made = [make_group(make_prompt(i), [[i]] * 4, [1, 0, 0, 0]) for i in range(30, 36)]  # all of version 0
+    third = roll_out(config, set(), surplus=made, version=1)
+    assert ids(third.carried) == [30, 31] and ids(third.surplus) == [32, 33, 34, 35]  # at version 2 they are 2 old
+    assert third.groups == []
+    fourth = roll_out(config, set(), surplus=third.surplus, version=2)
+    assert ids(fourth.carried) == [32, 33]
+    assert fourth.surplus == [] and ids(fourth.expired) == [34, 35]
+
+
+def test_a_prompt_that_waits_as_surplus_is_not_drawn_again() -> None:
+    config = tiny_config(rollout__max_staleness=1)
+    waiting = [make_group(make_prompt(order(config, 1, 20)[0]), [[1]] * 4, [1, 0, 0, 0])]
+    batch = roll_out(config, set(range(20)), surplus=waiting, version=1)
+    assert ids(batch.groups) == order(config, 4, 20)[1:]
+    assert batch.positions == 4
 
 
 def test_sampling_starts_before_anyone_waits() -> None:

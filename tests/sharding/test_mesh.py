@@ -7,13 +7,13 @@ import pytest
 from factories import QUICK_COMPILE, random_groups, random_params, tiny_config, tiny_model
 from jax.sharding import PartitionSpec
 
-from jaxprorl.batch import device_batch
+from jaxprorl.batch import batch_advantages, device_batch
 from jaxprorl.models.qwen2 import build, declarations
 from jaxprorl.optimizer import make_optimizer
 from jaxprorl.sharding.mesh import AXES, batch_sharding, like_params, make_mesh, param_shardings, partition_spec, replicated
 from jaxprorl.sharding.strategies import BATCH_AXES, STRATEGIES
 from jaxprorl.state import TrainState, abstract_state, start_state, state_shardings
-from jaxprorl.update import make_train_step
+from jaxprorl.update import make_log_probs, make_train_step
 
 MODEL = tiny_model(num_hidden_layers=1)
 
@@ -102,9 +102,11 @@ def trained(strategy: str, devices: int) -> tuple[Any, dict[str, np.ndarray]]:
     reference = jax.device_put(random_params(MODEL) | {"q_kernel": 0.9 * random_params(MODEL)["q_kernel"]}, shardings.params)
     state = TrainState(params, reference, make_optimizer(config).init(jax.tree.map(jnp.asarray, random_params(MODEL))))
     state = jax.device_put(state, shardings)
-    batch, _ = device_batch(config, random_groups(4), mesh)
+    batch = device_batch(config, random_groups(4), mesh)
+    log_probs = jax.jit(make_log_probs(build(MODEL), config), compiler_options=QUICK_COMPILE)
     step = jax.jit(make_train_step(build(MODEL), config), out_shardings=(shardings, replicated(mesh)), compiler_options=QUICK_COMPILE)
-    state, metrics = step(state, batch)
+    fixed, kl_sum_PN = log_probs(state.params, state.reference, batch)
+    state, metrics = step(state, batch, fixed, batch_advantages(config, random_groups(4), 0, kl_sum_PN))
     for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     return jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, metrics)

@@ -8,6 +8,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from jaxprorl.checkpoint import newest_sound_step, read_host, restore_params
+from jaxprorl.data.prompts import check_chat_template
 from jaxprorl.data.splits import load_splits
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.errors import UserError
@@ -59,6 +60,7 @@ def sample(path: Path, split: str, task: str | None, prompts: int, samples: int,
         raise SamplingError(f"--run {path}: no checkpoint yet; the first is written after checkpoint.every_steps steps")
     mesh = prepare_devices(config)
     tokenizer = load_tokenizer(folder.base_model)
+    check_chat_template(tokenizer)
     model_config = hf.read_config(folder.base_model)
     chosen = choose(getattr(load_splits(config, tokenizer), split), task, prompts)
 

@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 
 from jaxprorl.checkpoint import Checkpoints, newest_sound_step, read_host, require_space, restore_params, restore_state
 from jaxprorl.compilation import use_compilation_cache
+from jaxprorl.data.prompts import check_chat_template
 from jaxprorl.data.splits import Items, Splits, fingerprint, load_items, load_splits
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.errors import CheckpointError, ConfigError, ModelError
@@ -234,8 +235,13 @@ def check_model(config: ConfigDict, model_config: Qwen2Config, tokenizer: Tokeni
 
 
 def adopt_tokenizer(base: Path, folder: RunFolder) -> None:
-    """Copies the start model's small files into the run, so that it can be resumed and sampled from without the model's folder."""
+    """Copies the start model's small files into the run, so that it can be resumed and sampled from without the model's folder.
+
+    Raises:
+        DataError: the tokenizer or its chat template is not usable.
+    """
     base = RunFolder(base).base_model if is_run(base) else base
+    check_chat_template(load_tokenizer(base))  # before anything is copied: errors name the folder that the user gave
     shutil.rmtree(folder.base_model, ignore_errors=True)
     folder.base_model.mkdir(parents=True)
     for file in sorted(base.iterdir()):

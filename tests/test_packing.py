@@ -54,6 +54,13 @@ def test_a_sample_without_a_prompt_is_refused() -> None:
         pack([sample([], [2, 3])], [[0]], rows=1, row_tokens=4)
 
 
+def test_the_mask_goes_by_lengths_so_a_stop_token_that_is_also_the_padding_is_learned() -> None:
+    arrays = pack([sample([5, 0], [7, 0])], [[0]], rows=1, row_tokens=6)  # 0 fills the row, ends the response and lies in the prompt
+    assert arrays["tokens"].tolist() == [[5, 0, 7, 0, 0, 0]]
+    assert arrays["targets"].tolist() == [[0, 7, 0, 0, 0, 0]]
+    assert arrays["mask"].tolist() == [[0, 1, 1, 0, 0, 0]]
+
+
 lengths = st.tuples(st.integers(1, 6), st.integers(0, 7))
 
 

@@ -1,3 +1,4 @@
+import json
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,12 @@ def test_it_needs_no_more_than_config_tokenizer_and_checkpoints_and_repeats_itse
     wrong = sample(tmp_path, "--run", "runs/tiny", "--task", "chess")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "error: --task chess: this split has no such task; choose one of chain_sum, number_filtering\n"
+
+    path = tmp_path / "runs/tiny/base_model/tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bos_token": "<|endoftext|>", "add_bos_token": True}))
+    wrong = sample(tmp_path, "--run", "runs/tiny")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.startswith("error: runs/tiny/base_model: the rendered prompt begins with 0 BOS tokens, 1 is right")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from jaxprorl.errors import DataError
 from jaxprorl.types import Prompt
 
 Messages = Sequence[Mapping[str, str]]
+PROBE = ({"role": "user", "content": "1 + 1"},)
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def render_text(tokenizer: Tokenizer, messages: Messages, add_generation_prompt:
     """The chat template's text for `messages`.
 
     Raises:
-        DataError: the folder has no chat template, or the template refuses these messages.
+        DataError: the folder has no chat template, its syntax is wrong (names the line), or it refuses these messages.
     """
     if not tokenizer.chat_template:
         raise DataError(f"{tokenizer.path}: no chat template. Add chat_template.jinja to the folder.")
@@ -65,23 +66,48 @@ def render_text(tokenizer: Tokenizer, messages: Messages, add_generation_prompt:
             documents=None,
             **tokenizer.special_tokens,
         )
-    except jinja2.TemplateError as error:
+    except jinja2.TemplateSyntaxError as error:
+        raise DataError(f"{tokenizer.path}: the chat template is broken in line {error.lineno}: {error.message}") from error
+    except Exception as error:  # a template can fail in every way that Python knows
         raise DataError(f"{tokenizer.path}: the chat template failed: {error}") from error
 
 
 def render(tokenizer: Tokenizer, messages: Messages, add_generation_prompt: bool = True) -> list[int]:
     """Token ids of a conversation. Nothing else in the package turns a prompt into ids, so no prompt gets a second BOS.
 
+    Only the template writes a BOS: whatever the tokenizer puts before plain text is left out, as in transformers' `apply_chat_template`.
+
     Raises:
         DataError: see `render_text`; or the ids hold more than one BOS.
     """
     ids = tokenizer.encode(render_text(tokenizer, messages, add_generation_prompt))
-    # In multi-turn templates a BOS that is also a stop token may close every turn; elsewhere two of them are a fault.
-    if tokenizer.bos_id is not None and tokenizer.bos_id not in tokenizer.stop_ids and ids.count(tokenizer.bos_id) > 1:
+    bos = tokenizer.bos_id
+    # A BOS that is also a stop token may close every turn; elsewhere a second one is a fault.
+    seen = ids[:2] if bos in tokenizer.stop_ids else ids
+    if bos is not None and seen.count(bos) > 1:
         raise DataError(
-            f"{tokenizer.path}: the rendered prompt holds {ids.count(tokenizer.bos_id)} BOS tokens; the template must emit one at most"
+            f"{tokenizer.path}: the rendered prompt holds {seen.count(bos)} BOS tokens ({tokenizer.special_tokens['bos_token']}), "
+            "1 at most is right: the chat template must write it once, and no message may hold it"
         )
     return ids
+
+
+def check_chat_template(tokenizer: Tokenizer) -> None:
+    """Renders a short conversation, so that a folder which would make wrong prompts is refused before any long work.
+
+    Raises:
+        DataError: see `render`; or the prompt is empty, or does not begin with the BOS that the tokenizer puts before every text.
+    """
+    ids = render(tokenizer, PROBE)
+    if not ids:
+        raise DataError(f"{tokenizer.path}: the chat template renders {list(PROBE)} to nothing")
+    if tokenizer.adds_bos and ids[0] != tokenizer.bos_id:
+        raise DataError(
+            f"{tokenizer.path}: the rendered prompt begins with 0 BOS tokens, 1 is right: the tokenizer puts "
+            f"{tokenizer.special_tokens['bos_token']} before every text (add_bos_token in tokenizer_config.json, or the post-processor "
+            "of tokenizer.json). Begin the chat template with {{ bos_token }}; if the model knows prompts without it, set add_bos_token to "
+            "false"
+        )
 
 
 def build_prompt(tokenizer: Tokenizer, item: Item, prompt_id: int, system_prompt: str = "") -> Prompt:
@@ -98,10 +124,20 @@ def build_prompt(tokenizer: Tokenizer, item: Item, prompt_id: int, system_prompt
 def _compile(template: str) -> jinja2.Template:
     # The settings transformers compiles templates with. Its `strftime_now` is left out on purpose: prompts must not change
     # with the day, and templates that know it test whether it is defined.
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     return environment.from_string(template)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}`: marks what an assistant wrote for those who mask by it; rendered as if it were not there."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own form)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:

@@ -21,6 +21,7 @@ class Tokenizer:
         pad_id: fills rows; never a mask (masks come from lengths), so it may equal a stop id.
         stop_ids: every id that ends a completion.
         bos_id: beginning of sequence, None if the tokenizer has none.
+        adds_bos: the folder's tokenizer puts one before plain text, so the model has seen no text without it.
         vocab_size: highest id + 1; a model may hold more rows.
         chat_template: Jinja source, empty if the folder has none.
         special_tokens: name -> text, the variables `bos_token`, `eos_token`, ... that chat templates may use.
@@ -31,6 +32,7 @@ class Tokenizer:
     pad_id: int
     stop_ids: tuple[int, ...]
     bos_id: int | None
+    adds_bos: bool
     vocab_size: int
     chat_template: str
     special_tokens: Mapping[str, str]
@@ -48,12 +50,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Reads `tokenizer.json`, `tokenizer_config.json`, `generation_config.json` and `chat_template.jinja` of a folder.
 
     Raises:
-        DataError: a needed file is missing or broken, or no stop token can be found.
+        DataError: a needed file is missing or broken, no stop token can be found, or a special token is not in the vocabulary.
     """
     folder = Path(path)
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise DataError(f"{file}: not found. The folder needs a fast tokenizer: save it with transformers' save_pretrained().")
+        raise DataError(f"{file}: not found. {_remedy(folder)}")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception on a broken file
@@ -64,19 +66,26 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     generation = _read_json(folder / "generation_config.json")
     special_tokens = _special_tokens(config)
     stop_ids = _stop_ids(folder, backend, special_tokens, generation)
-    pad = special_tokens.get("pad_token")
-    pad_id = generation.get("pad_token_id") if pad is None else _token_id(backend, pad, folder, "pad_token")
     bos = special_tokens.get("bos_token")
+    bos_id = None if bos is None else _token_id(backend, bos, folder, "bos_token")
     return Tokenizer(
         path=folder,
         backend=backend,
-        pad_id=stop_ids[0] if pad_id is None else int(pad_id),
+        pad_id=_pad_id(folder, backend, special_tokens, generation, stop_ids[0]),
         stop_ids=stop_ids,
-        bos_id=None if bos is None else _token_id(backend, bos, folder, "bos_token"),
+        bos_id=bos_id,
+        adds_bos=bos_id is not None and _adds_bos(backend, bos_id, config),
         vocab_size=max(backend.get_vocab(with_added_tokens=True).values()) + 1,
         chat_template=_chat_template(folder, config),
         special_tokens=special_tokens,
     )
+
+
+def _remedy(folder: Path) -> str:
+    save = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        return f"The folder holds a slow tokenizer (vocab.json and merges.txt): {save}, run once with transformers, converts it."
+    return f"The folder needs a fast tokenizer: {save}, run once with transformers, converts one of another form."
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -109,6 +118,29 @@ def _token_id(backend: tokenizers.Tokenizer, token: str, folder: Path, name: str
     return token_id
 
 
+def _is_id(backend: tokenizers.Tokenizer, given: object) -> bool:
+    return type(given) is int and 0 <= given < 2**32 and backend.id_to_token(given) is not None  # the library takes no other numbers
+
+
+def _adds_bos(backend: tokenizers.Tokenizer, bos_id: int, tokenizer_config: Mapping[str, Any]) -> bool:
+    """What the config says; where it is silent, what the post-processor of tokenizer.json does (transformers 5 saves only that)."""
+    stated = tokenizer_config.get("add_bos_token")
+    return bos_id in backend.encode("").ids if stated is None else stated is True
+
+
+def _pad_id(
+    folder: Path, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], generation: Mapping[str, Any], default: int
+) -> int:
+    if "pad_token" in special_tokens:
+        return _token_id(backend, special_tokens["pad_token"], folder, "pad_token")
+    given = generation.get("pad_token_id", default)
+    if given is None:
+        return default
+    if not _is_id(backend, given):
+        raise DataError(f"{folder / 'generation_config.json'}: pad_token_id is {given!r}; give an id that tokenizer.json holds")
+    return given
+
+
 def _stop_ids(
     folder: Path, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], generation: Mapping[str, Any]
 ) -> tuple[int, ...]:
@@ -121,7 +153,7 @@ def _stop_ids(
             )
         given = _token_id(backend, special_tokens["eos_token"], folder, "eos_token")
     ids = given if isinstance(given, list) else [given]
-    if not ids or any(type(i) is not int or backend.id_to_token(i) is None for i in ids):
+    if not ids or not all(_is_id(backend, i) for i in ids):
         raise DataError(f"{folder / 'generation_config.json'}: eos_token_id is {given!r}; give ids that tokenizer.json holds")
     return tuple(dict.fromkeys(ids))
 
@@ -129,8 +161,11 @@ def _stop_ids(
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file}: not UTF-8 ({error})") from error
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):  # several named templates
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}.get("default")
     return template if isinstance(template, str) else ""

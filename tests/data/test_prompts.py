@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxprorl.data.prompts import Item, build_prompt, question_hash, render, render_text
+from jaxprorl.data.prompts import Item, build_prompt, check_chat_template, question_hash, render, render_text
 from jaxprorl.data.splits import Items
 from jaxprorl.data.tokenizer import Tokenizer
 from jaxprorl.errors import DataError
@@ -54,7 +54,10 @@ def test_template_sees_special_tokens(tokenizer: Tokenizer) -> None:
     [
         ("", "no chat template.*chat_template.jinja"),
         ("{{ raise_exception('only one turn') }}", "only one turn"),
-        ("{% for %}", "failed"),
+        ("{{ 1 }}\n{% for %}", "broken in line 2"),
+        ("a\nb\n{{ 1", "broken in line 3"),
+        ("{{ 1 / 0 }}", "failed: division by zero"),
+        ("{{ 'a' + none }}", "failed"),
         ("{{ messages.__class__.__mro__ }}", "unsafe|failed"),
         ("{{ messages.append(1) }}", "failed"),
         ("{{ messages[0].nothing.more }}", "failed"),
@@ -65,12 +68,59 @@ def test_template_failures_are_data_errors(tokenizer: Tokenizer, template: str, 
         render_text(replace(tokenizer, chat_template=template), USER)
 
 
-def test_two_bos_are_refused(tokenizer: Tokenizer) -> None:
-    start = tokenizer.backend.token_to_id("<|im_start|>")
-    once = replace(tokenizer, bos_id=start, chat_template="<|im_start|>{{ messages[0].content }}")
-    assert render(once, USER)[0] == start
-    with pytest.raises(DataError, match="2 BOS"):
-        render(replace(once, chat_template="<|im_start|><|im_start|>x"), USER)
+def test_generation_blocks_are_seen_through(tokenizer: Tokenizer) -> None:
+    template = "{% for m in messages %}{% generation %}{% set a = m.content %}{{ a }}{% endgeneration %}{{ a }};{% endfor %}"
+    assert render_text(replace(tokenizer, chat_template=template), CHAT) == "Short, é漢; a\n;b;What is 2 + 1 ?;"
+
+
+def with_bos(tokenizer: Tokenizer, template: str, adds_bos: bool = True, bos: str = "<|im_start|>") -> Tokenizer:
+    bos_id, special_tokens = tokenizer.backend.token_to_id(bos), {**tokenizer.special_tokens, "bos_token": bos}
+    return replace(tokenizer, chat_template=template, bos_id=bos_id, adds_bos=adds_bos, special_tokens=special_tokens)
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_one_bos_of_the_template_is_right(tokenizer: Tokenizer, adds_bos: bool) -> None:
+    once = with_bos(tokenizer, "{{ bos_token }}{{ messages[0].content }}", adds_bos)
+    check_chat_template(once)
+    assert render(once, USER) == [once.bos_id, *tokenizer.encode(USER[0]["content"])]
+    with pytest.raises(DataError, match=r"holds 2 BOS tokens \(<\|im_start\|>\), 1 at most is right.*no message may hold it"):
+        render(once, [{"role": "user", "content": "a<|im_start|>"}])
+
+
+def test_no_bos_is_right_unless_the_tokenizer_puts_one_before_text(tokenizer: Tokenizer) -> None:
+    check_chat_template(with_bos(tokenizer, "{{ messages[0].content }}", adds_bos=False))
+    for template in ("{{ messages[0].content }}", " {{ bos_token }}{{ messages[0].content }}"):
+        with pytest.raises(DataError, match=r"begins with 0 BOS tokens, 1 is right.*<\|im_start\|>.*add_bos_token") as caught:
+            check_chat_template(with_bos(tokenizer, template))
+        assert str(caught.value).startswith(f"{tokenizer.path}: ")
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_two_bos_are_refused(tokenizer: Tokenizer, adds_bos: bool) -> None:
+    for bos in ("<|im_start|>", "<|endoftext|>"):  # the second is a stop token too
+        with pytest.raises(DataError, match="holds 2 BOS"):
+            check_chat_template(with_bos(tokenizer, "{{ bos_token }}{{ bos_token }}{{ messages[0].content }}", adds_bos, bos))
+
+
+def test_a_bos_that_is_a_stop_token_may_close_every_turn(tokenizer: Tokenizer) -> None:
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content + bos_token }}{% endfor %}"
+    same = with_bos(tokenizer, template, bos="<|endoftext|>")
+    check_chat_template(same)
+    assert render(same, CHAT).count(same.stop_ids[1]) == 5
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("", "no chat template"),
+        ("{% if %}", "broken in line 1"),
+        ("{{ raise_exception('for two only') }}", "failed: for two only"),
+        ("{# nothing #}", "to nothing"),
+    ],
+)
+def test_a_template_is_tried_before_any_prompt(tokenizer: Tokenizer, template: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        check_chat_template(replace(tokenizer, chat_template=template))
 
 
 def test_build_prompt(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,59 @@
+import json
+from pathlib import Path
+
+import pytest
+from factories import tiny_config, tiny_model
+
+from jaxprorl.data.prompts import Item
+from jaxprorl.data.tokenizer import load_tokenizer
+from jaxprorl.errors import DataError, ModelError
+from jaxprorl.run_folder import RunFolder
+from jaxprorl.start import adopt_tokenizer, check_model
+from jaxprorl.warmstart.tokenizer import build_tokenizer
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A start model's folder without weights."""
+    folder = tmp_path / "base"
+    build_tokenizer([Item("d", "t", ({"role": "user", "content": "1 + 1 ?"},), "2", "here")], folder)
+    return folder
+
+
+def test_the_start_models_small_files_are_copied(base: Path, tmp_path: Path) -> None:
+    (base / "model.safetensors").write_bytes(b"weights")
+    run = RunFolder(tmp_path / "run")
+    adopt_tokenizer(base, run)
+    names = {"chat_template.jinja", "generation_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in run.base_model.iterdir()} == names
+
+
+WITH_BOS = {"eos_token": "<|im_end|>", "bos_token": "<|endoftext|>", "add_bos_token": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", None, r"base.tokenizer\.json: not found"),
+        ("tokenizer.json", "{", r"base.tokenizer\.json: not a tokenizer file"),
+        ("tokenizer_config.json", json.dumps(WITH_BOS), "base: .* 0 BOS"),
+        ("chat_template.jinja", None, "base: no chat template"),
+        ("chat_template.jinja", "\n{% for message in %}", "base: the chat template is broken in line 2"),
+        ("chat_template.jinja", "{{ raise_exception('two turns only') }}", "base: the chat template failed: two turns only"),
+    ],
+)
+def test_a_folder_that_makes_no_prompts_is_refused_by_its_own_name_and_before_anything_is_copied(
+    base: Path, tmp_path: Path, name: str, content: str | None, message: str
+) -> None:
+    (base / name).unlink() if content is None else (base / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        adopt_tokenizer(base, RunFolder(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_has_rows_is_refused(base: Path) -> None:
+    tokenizer = load_tokenizer(base)
+    check_model(tiny_config(), tiny_model(vocab_size=tokenizer.vocab_size), tokenizer)
+    rows = tokenizer.vocab_size - 1
+    with pytest.raises(ModelError, match=rf"base: tokenizer\.json has {rows + 1} tokens, config\.json vocab_size = {rows}"):
+        check_model(tiny_config(), tiny_model(vocab_size=rows), tokenizer)

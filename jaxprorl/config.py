@@ -204,7 +204,8 @@ def _check_objective(config: ConfigDict) -> None:
     """Combinations of the objective that contradict each other, or would do nothing."""
     c, shaping, optimizer = config.algorithm, config.shaping, config.optimizer
     low, high = c.correction_low, c.correction_high
-    _require(low < high, "algorithm.correction_low", low, f"must be below algorithm.correction_high = {high}")
+    _require(low <= 1, "algorithm.correction_low", low, "must not be above 1, the weight of tokens on which trainer and engine agree")
+    _require(high >= 1, "algorithm.correction_high", high, "must not be below 1, the weight of tokens on which trainer and engine agree")
     _require(
         c.correction == "off" or c.old_logp == "trainer",
         "algorithm.correction",

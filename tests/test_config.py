@@ -70,7 +70,8 @@ def test_choices_are_those_of_the_algorithms() -> None:
     ("overrides", "words"),
     [
         (["algorithm.correction=icepop", "algorithm.old_logp=engine"], ["algorithm.correction = 'icepop'", "algorithm.old_logp", "'off'"]),
-        (["algorithm.correction_low=5.0"], ["algorithm.correction_low = 5.0", "algorithm.correction_high = 5.0"]),
+        (["algorithm.correction_low=1.5"], ["algorithm.correction_low = 1.5", "not be above 1"]),
+        (["algorithm.correction_high=0.9"], ["algorithm.correction_high = 0.9", "not be below 1"]),
         (["shaping.stopping=overlong", "shaping.buffer_tokens=49"], ["shaping.buffer_tokens = 49", "rollout.max_response_tokens = 48"]),
         (["shaping.cosine_minimum=2.0"], ["shaping.cosine_minimum = 2.0", "shaping.cosine_maximum = 1.0"]),
         (["optimizer.schedule=cosine"], ["optimizer.cosine_updates = 0", "optimizer.warmup_updates = 8"]),

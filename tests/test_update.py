@@ -22,7 +22,7 @@ from jaxprorl.rollout.groups import graded
 from jaxprorl.sharding.mesh import make_mesh
 from jaxprorl.state import TrainState, state_shardings
 from jaxprorl.types import Group
-from jaxprorl.update import host_metrics, make_log_probs, make_train_step, objective
+from jaxprorl.update import computes_old, host_metrics, make_log_probs, make_train_step, objective, skipped_in_a_row
 
 MODEL = tiny_model(num_hidden_layers=1)  # compiling is what takes the time here
 OBJECTIVE = {"algorithm__kl_coefficient": 0.1, "optimizer__learning_rate": 0.03}
@@ -77,30 +77,58 @@ def difference(a: Any, b: Any) -> float:
 # --- against an implementation that packs nothing and vectorises nothing ---------------------------------------------------------------
 
 
-def plain_log_probs(params: Any, prompt: jax.Array, response: jax.Array, temperature: float) -> jax.Array:
-    """Log-probs of a response, from the plain formula on one unpadded sequence."""
+def plain_log_probs(params: Any, prompt: jax.Array, response: jax.Array, temperature: float) -> tuple[jax.Array, jax.Array]:
+    """Log-probs of a response and entropies, from the plain formulas on one unpadded sequence."""
     ids = jnp.concatenate([prompt, response])[None]
     model: Any = nnx.merge(build(MODEL, "float64"), params)
     logits_SV = (model(ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids)) @ model.head().T)[0] / temperature
-    logp_SV = jnp.log(jnp.exp(logits_SV) / jnp.exp(logits_SV).sum(axis=1, keepdims=True))
-    return jnp.stack([logp_SV[len(prompt) - 1 + t, token] for t, token in enumerate(response)])
+    p_SV = jnp.exp(logits_SV) / jnp.exp(logits_SV).sum(axis=1, keepdims=True)
+    places = range(len(prompt) - 1, ids.shape[1] - 1)
+    logp_T = jnp.stack([jnp.log(p_SV[place, token]) for place, token in zip(places, response, strict=True)])
+    return logp_T, jnp.stack([-(p_SV[place] * jnp.log(p_SV[place])).sum() for place in places])
 
 
 @partial(jax.jit, static_argnums=0, compiler_options=QUICK_COMPILE)
 def plain_sample(
-    config_json: str, params: Any, prompt: jax.Array, response: jax.Array, old_T: jax.Array, reference_T: jax.Array, advantage: jax.Array
+    config_json: str,
+    params: Any,
+    prompt: jax.Array,
+    response: jax.Array,
+    old_T: jax.Array,
+    reference_T: jax.Array,
+    engine_T: jax.Array,
+    advantage: jax.Array,
 ) -> tuple[jax.Array, Any]:
-    """Sum of the loss over a response, and its gradient."""
+    """Sum of the loss over a response, before aggregation, and its gradient; every arm of the config, token by token."""
     config = ConfigDict(json.loads(config_json))
-    low, high, beta = config.algorithm.clip_low, config.algorithm.clip_high, config.algorithm.kl_coefficient
+    c, size = config.algorithm, len(response)
+    low, high = c.correction_low, c.correction_high
+    sampled_T = engine_T if c.old_logp == "engine" else old_T
+    mean_delta = sum(sampled_T[t] - engine_T[t] for t in range(size)) / size
 
     def loss(params: Any) -> jax.Array:
-        logp_T = plain_log_probs(params, prompt, response, config.rollout.temperature)
+        logp_T, entropy_T = plain_log_probs(params, prompt, response, config.rollout.temperature)
+        mean_ratio = jnp.exp(sum(logp_T[t] - sampled_T[t] for t in range(size)) / size)
         total = 0.0
-        for t in range(len(response)):
-            ratio, x = jnp.exp(logp_T[t] - old_T[t]), reference_T[t] - logp_T[t]
-            bounded = jnp.minimum(jnp.maximum(ratio, 1 - low), 1 + high)
-            total += -jnp.minimum(ratio * advantage, bounded * advantage) + beta * (jnp.exp(x) - 1 - x)
+        for t in range(size):
+            ratio = mean_ratio if c.policy_loss == "gspo" else jnp.exp(logp_T[t] - sampled_T[t])
+            bounded = jnp.minimum(jnp.maximum(ratio, 1 - c.clip_low), 1 + c.clip_high)
+            policy = -jnp.minimum(ratio * advantage, bounded * advantage)
+            if c.policy_loss == "reinforce":
+                policy = -advantage * (1 + logp_T[t] - jax.lax.stop_gradient(logp_T[t]))
+            r = jnp.exp(sampled_T[t] - engine_T[t])
+            weight = {
+                "off": 1.0,
+                "truncated": jnp.minimum(r, high),
+                "icepop": jnp.where((r < low) | (r > high), 0.0, r),
+                "geometric_mask": jnp.where((jnp.exp(mean_delta) < low) | (jnp.exp(mean_delta) > high), 0.0, r),
+            }[c.correction]
+            x = logp_T[t] - reference_T[t]
+            fixed = jax.lax.stop_gradient(x)
+            kl = {"k1": x, "k2": x**2 / 2, "k3": jnp.exp(-x) - 1 + x, "k1_gradient": fixed + fixed * (x - fixed)}[c.kl_estimator]
+            total += weight * policy - c.entropy_bonus * entropy_T[t]
+            if c.kl_placement == "loss":
+                total += c.kl_coefficient * kl
         return total
 
     return jax.value_and_grad(loss)(params)
@@ -108,72 +136,166 @@ def plain_sample(
 
 def plain_step(config: ConfigDict, groups: list[Group]) -> tuple[Any, list[float], list[float]]:
     """Parameters after one training step, loss and gradient norm of each update; loops over updates, samples and tokens."""
-    start = start_state(config, "float64")
-    log_probs: Callable[..., jax.Array] = partial(
+    start, c = start_state(config, "float64"), config.algorithm
+    log_probs: Callable[..., Any] = partial(
         jax.jit(plain_log_probs, compiler_options=QUICK_COMPILE), temperature=config.rollout.temperature
     )
-    samples = [
-        (p, jnp.asarray(group.prompt.token_ids), jnp.asarray(completion.token_ids), advantage)
-        for p, (group, advantage_N) in enumerate(zip(groups, advantages(groups).astype(np.float64), strict=True))
-        for completion, advantage in zip(group.completions, advantage_N, strict=True)
-    ]
     # Old log-probs are those of the policy before the first update, for all updates.
-    old = [log_probs(start.params, prompt, response) for _, prompt, response, _ in samples]
-    reference = [log_probs(start.reference, prompt, response) for _, prompt, response, _ in samples]
+    samples = [
+        (p, n, *map(jnp.asarray, (group.prompt.token_ids, completion.token_ids, completion.logprobs.astype(float))))
+        for p, group in enumerate(groups)
+        for n, completion in enumerate(group.completions)
+    ]
+    old = {(p, n): log_probs(start.params, prompt, response)[0] for p, n, prompt, response, _ in samples}
+    reference = {(p, n): log_probs(start.reference, prompt, response)[0] for p, n, prompt, response, _ in samples}
+    reward_PN, mask_PN = graded(groups)
+    if c.kl_placement == "reward":
+        for p, n, _, _, engine_T in samples:
+            behaviour_T = engine_T if c.old_logp == "engine" else old[p, n]
+            reward_PN[p, n] -= c.kl_coefficient * float(sum(behaviour_T[t] - reference[p, n][t] for t in range(len(behaviour_T))))
+    advantage_PN = group_relative(reward_PN, mask_PN).astype(np.float64)
     params, opt_state, optimizer = start.params, start.opt_state, make_optimizer(config)
     losses, norms = [], []
     for mini_batch in np.array_split(np.arange(len(groups)), config.batch.updates):
-        total, tokens, gradient = 0.0, 0, jax.tree.map(jnp.zeros_like, params)
-        for i, (p, prompt, response, advantage) in enumerate(samples):
+        total, denominator, gradient = 0.0, 0.0, jax.tree.map(jnp.zeros_like, params)
+        for p, n, prompt, response, engine_T in samples:
             if p in mini_batch:
-                loss, part = plain_sample(config.to_json(), params, prompt, response, old[i], reference[i], jnp.asarray(advantage))
-                total, tokens, gradient = total + loss, tokens + len(response), jax.tree.map(jnp.add, gradient, part)
-        gradient = jax.tree.map(lambda g, tokens=tokens: g / tokens, gradient)
+                known = old[p, n], reference[p, n], engine_T, jnp.asarray(advantage_PN[p, n])
+                loss, part = plain_sample(config.to_json(), params, prompt, response, *known)
+                size, limit = len(response), config.rollout.max_response_tokens
+                weight = 1 / size if c.aggregation == "sequence_mean" else 1.0
+                denominator += {"token_mean": size, "sequence_mean": 1, "dr_grpo": limit}[c.aggregation]
+                total += weight * loss
+                gradient = jax.tree.map(lambda g, x, weight=weight: g + weight * x, gradient, part)
+        gradient = jax.tree.map(lambda g, denominator=denominator: g / denominator, gradient)
         updates, opt_state = optimizer.update(gradient, opt_state, params)
         params = optax.apply_updates(params, updates)
-        losses.append(float(total / tokens))
+        losses.append(float(total / denominator))
         norms.append(float(optax.tree.norm(gradient)))
     return jax.tree.map(np.asarray, params), losses, norms
 
 
 def few_lengths(count: int) -> list[Group]:
-    """Groups with prompts of 2 or 5 tokens and responses of 1 or 4, so that the plain implementation compiles four times only."""
+    """Groups with prompts of 3 tokens and responses of 2 or 5, so that the plain implementation compiles twice only."""
     random = np.random.RandomState(4)
     groups = []
     for i in range(count):
-        prompt = make_prompt(i, random.randint(1, 48, 2 + 3 * (i % 2)))
-        groups.append(make_group(prompt, [random.randint(1, 48, size) for size in (4, 1, 4, 1)], list(random.uniform(size=4))))
+        responses = [random.randint(1, 48, size) for size in (5, 2, 5, 2)]
+        logprobs = [-3.9 + 0.6 * random.standard_normal(len(ids)) for ids in responses]
+        groups.append(make_group(make_prompt(i, random.randint(1, 48, 3)), responses, list(random.uniform(size=4)), logprobs))
     return groups
 
 
+# Together they hold every value of every choice of the objective that the device computes.
+ARMS = {
+    "prorl_v1": {},
+    "k2_icepop_sequence_mean": {
+        "kl_estimator": "k2", "correction": "icepop", "aggregation": "sequence_mean", "clip_low": 0.05, "clip_high": 0.08,
+    },
+    "gspo_k1_gradient_geometric": {
+        "policy_loss": "gspo", "kl_estimator": "k1_gradient", "correction": "geometric_mask", "correction_low": 0.2, "correction_high": 1.5,
+        "clip_low": 0.002, "clip_high": 0.003,
+    },
+    "reinforce_k1_truncated_dr_grpo": {
+        "policy_loss": "reinforce", "kl_estimator": "k1", "correction": "truncated", "correction_high": 1.2, "aggregation": "dr_grpo",
+    },
+    "old_of_engine_kl_in_reward_entropy": {"old_logp": "engine", "kl_placement": "reward", "entropy_bonus": 0.05},
+    "kl_in_reward": {"kl_placement": "reward", "kl_coefficient": 0.3},
+}  # fmt: skip
+
+
+def arm(name: str, **changes: Any) -> ConfigDict:
+    return tiny_config(**SMOOTH, **OBJECTIVE | {f"algorithm__{field}": value for field, value in ARMS[name].items()} | changes)
+
+
 @pytest.mark.slow
-def test_a_step_equals_loops_over_unpacked_samples() -> None:
-    config = tiny_config(**SMOOTH, **OBJECTIVE)
-    groups = few_lengths(4)
+@pytest.mark.parametrize("name", ARMS)
+def test_a_step_equals_loops_over_unpacked_samples(name: str) -> None:
+    config, groups = arm(name), few_lengths(2)
     with jax.enable_x64(True):
         params, losses, norms = plain_step(config, groups)
     state, metrics = train(config, groups)
     assert difference(params, random_params(MODEL)) > 1e-2
-    assert difference(state.params, params) < 1e-10
-    np.testing.assert_allclose(metrics["grad_norm"], norms, rtol=1e-9)
-    np.testing.assert_allclose(metrics["loss.policy"] + 0.1 * metrics["kl.k3"], losses, rtol=1e-9)
-    assert metrics["clip.low_share"][1] > 0 or metrics["clip.high_share"][1] > 0  # the second update did reach the bounds
+    # Advantages and engine log-probs are float32 numbers on both sides; the packed batch rounds its weights to float32 too.
+    tolerance = 1e-6 if config.algorithm.aggregation == "sequence_mean" else 1e-10
+    assert difference(state.params, params) < tolerance
+    np.testing.assert_allclose(metrics["grad_norm"], norms, rtol=tolerance * 10)
+    np.testing.assert_allclose(metrics["loss.total"], losses, rtol=tolerance * 10, atol=tolerance)
+    if config.algorithm.policy_loss != "reinforce":
+        assert metrics["clip.low_share"].sum() + metrics["clip.high_share"].sum() > 0  # some tokens did reach the bounds
+    if config.algorithm.correction in ("icepop", "geometric_mask"):
+        assert 0 < metrics["correction.masked_share"].mean() < 1
 
 
 # --- properties -----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_parameters_do_not_depend_on_micro_batches_or_devices() -> None:
+@pytest.mark.parametrize("name", ["prorl_v1", "gspo_k1_gradient_geometric", "k2_icepop_sequence_mean"])
+def test_parameters_do_not_depend_on_micro_batches_or_devices(name: str) -> None:
     expected = None
-    for rows, devices in ((4, 1), (2, 1), (8, 1), (2, 2), (8, 2)):
-        state, metrics = train(tiny_config(**SMOOTH, **OBJECTIVE, batch__micro_batch_rows=rows), devices=devices)
+    splits = ((4, 1), (2, 1), (8, 1), (2, 2), (8, 2)) if name == "prorl_v1" else ((4, 1), (2, 2))
+    for rows, devices in splits:
+        state, metrics = train(arm(name, batch__micro_batch_rows=rows), devices=devices)
         if expected is None:
             expected = state, metrics
             assert difference(state.params, random_params(MODEL)) > 1e-3
         assert difference(state, expected[0]) < 1e-12, (rows, devices)
-        for name, values in metrics.items():
-            np.testing.assert_allclose(values, expected[1][name], rtol=1e-9, atol=1e-12, err_msg=f"{name} {rows} {devices}")
+        for metric, values in metrics.items():
+            np.testing.assert_allclose(values, expected[1][metric], rtol=1e-9, atol=1e-12, err_msg=f"{metric} {rows} {devices}")
+
+
+@pytest.mark.slow
+def test_the_order_of_samples_is_of_no_consequence() -> None:
+    config = arm("gspo_k1_gradient_geometric", batch__updates=1)
+    groups = random_groups(4)
+    shuffled = [
+        dataclasses.replace(group, completions=group.completions[::-1], scores=group.scores[::-1])
+        for group in (groups[i] for i in (2, 0, 3, 1))
+    ]
+    (state, metrics), (other, other_metrics) = train(config, groups), train(config, shuffled)
+    assert difference(state.params, random_params(MODEL)) > 1e-3
+    assert difference(state, other) < 1e-12
+    for metric, values in metrics.items():
+        np.testing.assert_allclose(other_metrics[metric], values, rtol=1e-9, atol=1e-12, err_msg=metric)
+
+
+@pytest.mark.slow
+def test_with_one_update_the_ratio_is_exactly_1_and_no_pass_is_spent_on_old_log_probs() -> None:
+    config = tiny_config(batch__updates=1)
+    assert not computes_old(config)
+    _, metrics = train(config)
+    assert metrics["ratio.min"] == metrics["ratio.max"] == 1
+    # The same parameters as with a pass of its own, up to rounding: KL in the reward asks for one, and with beta = 0 it changes nothing.
+    with_pass = tiny_config(batch__updates=1, algorithm__kl_placement="reward", algorithm__kl_coefficient=0.0)
+    without_kl = tiny_config(batch__updates=1, algorithm__kl_coefficient=0.0)
+    assert computes_old(with_pass)
+    assert difference(train(without_kl)[0].params, train(with_pass)[0].params) < 1e-12
+
+
+@pytest.mark.slow
+def test_an_update_whose_gradient_is_not_finite_is_skipped_and_counted() -> None:
+    config = tiny_config()
+    start = start_state(config, "float32")
+    start.params["up_kernel"] = start.params["up_kernel"].at[0, 0, 0].set(jnp.inf)
+    state, metrics = train(config, dtype="float32", start=start)
+    np.testing.assert_array_equal(metrics["updates.skipped"], [1, 1])
+    assert (metrics["tokens.trained"] > 0).all()
+    for before, after in zip(jax.tree.leaves(start), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(before, after)  # the optimizer's moments and count included
+    shown = host_metrics(metrics)
+    assert shown == {"updates": 0.0, "updates.skipped": 2.0, "tokens.trained": 0.0}
+
+
+def test_skipped_updates_are_counted_in_a_row_over_steps_and_empty_updates() -> None:
+    def step(tokens: list[float], skipped: list[int]) -> dict[str, np.ndarray]:
+        return {"tokens.trained": np.array(tokens), "updates.skipped": np.array(skipped)}
+
+    assert skipped_in_a_row(0, step([5, 5], [0, 0])) == 0
+    assert skipped_in_a_row(3, step([5, 5], [1, 1])) == 5
+    assert skipped_in_a_row(3, step([5, 5, 5], [1, 0, 1])) == 1
+    assert skipped_in_a_row(3, step([5, 0], [1, 0])) == 4
+    assert skipped_in_a_row(3, step([0, 0], [0, 0])) == 3
 
 
 def test_the_first_update_is_on_policy_and_later_ones_are_not() -> None:

@@ -35,7 +35,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "groups.surplus": ("groups", "drawn groups with a signal, over the batch size"),
     "groups.cap_steps": ("steps", "in a row, up to this one, whose batch was not full at the cap on drawn prompts"),
     "groups.staleness_max": ("versions", "weight swaps since the oldest sample of the batch was made; 0 = on-policy"),
-    "samples.dropped_share": ("share", "samples that left their group: grader or engine error, log-probs that are not finite"),
+    "samples.dropped_share": ("share", "samples that left their group: grader or engine error, aborted, log-probs that are not finite"),
     "groups.refill_rounds": ("rounds", "extra draws needed to fill the batch"),
     "grader.error_share": ("share", "samples whose grader failed; they leave their group"),
     "tokens.completion": ("tokens", "sampled this step"),

@@ -11,8 +11,8 @@ from jaxprorl.types import Completion, Group, Score
 
 
 def counts(completion: Completion, score: Score) -> bool:
-    """Whether a sample stays in its group: it was graded, its engine did not fail and all its log-probs are finite."""
-    return score.outcome == "scored" and completion.finish_reason != "error" and is_sound(completion.logprobs)
+    """Whether a sample stays in its group: it was graded, ended by the policy or the limit, and all its log-probs are finite."""
+    return score.outcome == "scored" and completion.finish_reason in ("stop", "length") and is_sound(completion.logprobs)
 
 
 def graded(groups: Sequence[Group]) -> tuple[np.ndarray, np.ndarray]:
@@ -30,7 +30,7 @@ def response_tokens(groups: Sequence[Group]) -> np.ndarray:
 def shaped(config: ConfigDict, groups: Sequence[Group], step: int) -> tuple[np.ndarray, np.ndarray]:
     """reward_PN after what `config.shaping` does with lengths and missing stops at this step, and mask_PN.
 
-    A completion counts as stopped only if the model drew a stop id itself; `length` and `aborted` are cut off.
+    A completion counts as stopped only if the model drew a stop id itself.
     """
     c = config.shaping
     settings = shaping.Shaping(

@@ -27,7 +27,7 @@ def mean_centred(reward_PN: np.ndarray, mask_PN: np.ndarray) -> np.ndarray:
 
 
 def leave_one_out(reward_PN: np.ndarray, mask_PN: np.ndarray) -> np.ndarray:
-    """RLOO: reward - mean of the group's other rewards = n / (n - 1) x (reward - group mean) (arXiv 2402.14740, section 2)."""
+    """RLOO: reward - mean of the group's other rewards = n / (n - 1) x (reward - group mean) (arXiv 2402.14740)."""
     centred_PN, count_P1 = _centred(reward_PN, mask_PN)
     return (centred_PN * count_P1 / np.maximum(count_P1 - 1, 1)).astype(np.float32)
 

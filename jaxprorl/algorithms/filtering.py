@@ -8,13 +8,13 @@ import numpy as np
 def has_spread(reward_PN: np.ndarray, mask_PN: np.ndarray, tolerance: float) -> np.ndarray:
     """keep_P: True where the largest and smallest counted reward differ by more than `tolerance`.
 
-    Covers binary rewards (accuracy exactly 0 or 1) and continuous ones alike; a group with fewer than two counted samples has none.
+    Covers binary rewards (accuracy exactly 0 or 1) and continuous ones alike; fewer than two counted samples have no spread.
     differs from ProRL: the paper states the rule for accuracies only; for continuous rewards it is a choice.
     """
     counted = np.asarray(mask_PN) > 0
     highest_P = np.where(counted, reward_PN, -np.inf).max(axis=1)
     lowest_P = np.where(counted, reward_PN, np.inf).min(axis=1)
-    return (counted.sum(axis=1) >= 2) & (highest_P - lowest_P > tolerance)
+    return highest_P - lowest_P > tolerance
 
 
 def has_mixed_accuracy(reward_PN: np.ndarray, mask_PN: np.ndarray) -> np.ndarray:

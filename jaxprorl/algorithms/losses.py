@@ -18,7 +18,7 @@ def log_ratio(logp_BS: jax.Array, old_logp_BS: jax.Array) -> jax.Array:
 
 
 def sequence_log_ratio(log_ratio_BS: jax.Array, segment_ids_BS: jax.Array, mask_BS: jax.Array) -> jax.Array:
-    """GSPO: mean of the log-ratio over the sequence's response tokens, at each of its tokens (arXiv 2507.18071, equation 7).
+    """GSPO: mean of the log-ratio over the sequence's response tokens, at each of its tokens (arXiv 2507.18071, section 4.1).
 
     Its exp is the geometric mean of the token ratios, whatever the length, and exactly 1 where all of them are.
     """
@@ -71,7 +71,7 @@ def aggregation_weights(kind: str, response_tokens: np.ndarray, max_response_tok
 
     Args:
         kind: a key of `AGGREGATIONS`. "token_mean": every token weighs the same (DAPO, arXiv 2503.14476, section 3.3). "sequence_mean":
-            every sequence does (GRPO, arXiv 2402.03300, equation 3). "dr_grpo": tokens weigh the same and the divisor is a constant,
+            every sequence does (GRPO, arXiv 2402.03300, section 4.1). "dr_grpo": tokens weigh the same and the divisor is a constant,
             sequences x limit (Dr. GRPO, arXiv 2503.20783, section 3).
         response_tokens: integer lengths of the sequences, of any shape.
         max_response_tokens: the limit on them; only "dr_grpo" reads it.

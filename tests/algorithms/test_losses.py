@@ -16,7 +16,6 @@ from jaxprorl.algorithms.losses import (
     clipped_high,
     clipped_loss,
     clipped_low,
-    clipped_policy_loss,
     log_ratio,
     reinforce_loss,
     sequence_log_ratio,
@@ -44,7 +43,7 @@ CASES = {
 def test_cases_by_hand(ratio: float, advantage: float, loss: float, derivative: float, low: bool, high: bool) -> None:
     old, adv = jnp.full((1, 1), -2.0), jnp.full((1, 1), advantage)
     logp = old + np.log(ratio)
-    value, gradient = jax.value_and_grad(lambda x: clipped_policy_loss(x, old, adv, LOW, HIGH).sum())(logp)
+    value, gradient = jax.value_and_grad(lambda x: clipped_loss(log_ratio(x, old), adv, LOW, HIGH).sum())(logp)
     assert value == pytest.approx(loss, rel=1e-5, abs=1e-7)
     assert gradient[0, 0] == pytest.approx(derivative, rel=1e-5, abs=0)
     r = jnp.exp(log_ratio(logp, old))
@@ -55,8 +54,8 @@ def test_loss_equals_a_loop_and_flags_are_where_the_gradient_is_zero() -> None:
     random = np.random.RandomState(0)
     with jax.enable_x64(True):
         logp, old, advantage = (jnp.asarray(random.standard_normal((20, 10))) for _ in range(3))
-        loss_BS = clipped_policy_loss(logp, old, advantage, LOW, HIGH)
-        gradient_BS = jax.grad(lambda x: clipped_policy_loss(x, old, advantage, LOW, HIGH).sum())(logp)
+        loss_BS = clipped_loss(log_ratio(logp, old), advantage, LOW, HIGH)
+        gradient_BS = jax.grad(lambda x: clipped_loss(log_ratio(x, old), advantage, LOW, HIGH).sum())(logp)
         ratio_BS = jnp.exp(log_ratio(logp, old))
         flagged_BS = clipped_low(ratio_BS, advantage, LOW) | clipped_high(ratio_BS, advantage, HIGH)
     logp, old, advantage, loss_BS, gradient_BS = map(np.asarray, (logp, old, advantage, loss_BS, gradient_BS))
@@ -148,7 +147,7 @@ def test_extreme_log_ratios_give_finite_losses_and_gradients(dtype: str, advanta
     old = jnp.zeros((1, 5), dtype)
     ones, adv = jnp.ones((1, 5), jnp.float32), jnp.full((1, 5), advantage)
     losses = [
-        lambda x: clipped_policy_loss(x, old, adv, LOW, HIGH).sum(),
+        lambda x: clipped_loss(log_ratio(x, old), adv, LOW, HIGH).sum(),
         lambda x: clipped_loss(sequence_log_ratio(log_ratio(x, old), ones.astype(int), ones), adv, LOW, HIGH).sum(),
         lambda x: reinforce_loss(x, adv).sum(),
     ]

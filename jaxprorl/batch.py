@@ -45,7 +45,7 @@ def host_batch(config: ConfigDict, groups: Sequence[Group], advantage_PN: np.nda
     mini_batches, used = [], []
     for chosen in np.array_split(np.arange(len(groups)), updates):
         samples = [sample for index in chosen for sample in _samples(groups[int(index)], advantage_PN[index])]
-        layout = assign_rows([sample.tokens for sample in samples], row_tokens)
+        layout = assign_rows([sample.tokens for sample in samples], row_tokens, config.batch.packing)
         packed = pack(samples, layout, capacity * rows, row_tokens, PER_TOKEN)
         mini_batches.append({name: value.reshape(capacity, rows, row_tokens) for name, value in packed.items()})
         used.append(-(-len(layout) // rows))

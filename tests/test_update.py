@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from jaxprorl.algorithms.advantages import group_relative
 from jaxprorl.batch import batch_shapes, host_batch
+from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import build
 from jaxprorl.optimizer import make_optimizer
 from jaxprorl.rollout.collect import rewards
@@ -59,7 +60,7 @@ def start_state(config: ConfigDict, dtype: str) -> TrainState:
 
 @cache
 def compiled_step(config_json: str, dtype: str) -> Any:
-    step = make_train_step(build(MODEL, dtype), ConfigDict(json.loads(config_json)))
+    step = make_train_step(build(MODEL, Compute(dtype)), ConfigDict(json.loads(config_json)))
     return jax.jit(step, compiler_options=QUICK_COMPILE)
 
 
@@ -74,7 +75,7 @@ def difference(a: Any, b: Any) -> float:
 def plain_log_probs(params: Any, prompt: jax.Array, response: jax.Array, temperature: float) -> jax.Array:
     """Log-probs of a response, from the plain formula on one unpadded sequence."""
     ids = jnp.concatenate([prompt, response])[None]
-    model: Any = nnx.merge(build(MODEL, "float64"), params)
+    model: Any = nnx.merge(build(MODEL, Compute("float64")), params)
     logits_SV = (model(ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids)) @ model.head().T)[0] / temperature
     logp_SV = jnp.log(jnp.exp(logits_SV) / jnp.exp(logits_SV).sum(axis=1, keepdims=True))
     return jnp.stack([logp_SV[len(prompt) - 1 + t, token] for t, token in enumerate(response)])
@@ -261,7 +262,7 @@ def test_gradients_are_finite_where_policies_have_nothing_in_common() -> None:
     rows = {
         name: jnp.asarray(value[0, 0]) for name, value in host_batch(config, random_groups(4), np.ones((4, 4))).items() if value.ndim > 1
     }
-    gradient_of = jax.grad(lambda params, rows: objective_sums(build(MODEL), params, rows, config)[0])
+    gradient_of = jax.grad(lambda params, rows: objective_sums(build(MODEL, Compute()), params, rows, config)[0])
     gradient_of = jax.jit(gradient_of, compiler_options=QUICK_COMPILE)
     for old, reference in ((0.0, -1e4), (-1e4, 0.0), (-1e4, -1e4)):
         full = rows | {"old_logp": jnp.full(rows["mask"].shape, old), "reference_logp": jnp.full(rows["mask"].shape, reference)}

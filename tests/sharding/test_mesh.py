@@ -8,6 +8,7 @@ from factories import QUICK_COMPILE, random_groups, random_params, tiny_config, 
 from jax.sharding import PartitionSpec
 
 from jaxprorl.batch import device_batch
+from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import build, declarations
 from jaxprorl.optimizer import make_optimizer
 from jaxprorl.sharding.mesh import AXES, batch_sharding, like_params, make_mesh, param_shardings, partition_spec, replicated
@@ -103,7 +104,9 @@ def trained(strategy: str, devices: int) -> tuple[Any, dict[str, np.ndarray]]:
     state = TrainState(params, reference, make_optimizer(config).init(jax.tree.map(jnp.asarray, random_params(MODEL))))
     state = jax.device_put(state, shardings)
     batch, _ = device_batch(config, random_groups(4), mesh)
-    step = jax.jit(make_train_step(build(MODEL), config), out_shardings=(shardings, replicated(mesh)), compiler_options=QUICK_COMPILE)
+    step = jax.jit(
+        make_train_step(build(MODEL, Compute()), config), out_shardings=(shardings, replicated(mesh)), compiler_options=QUICK_COMPILE
+    )
     state, metrics = step(state, batch)
     for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)

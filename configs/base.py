@@ -29,6 +29,13 @@ def get_config() -> ConfigDict:
     c.model.max_position_embeddings = 512  # longest context, tokens
     c.model.reference_dtype = "float32"  # of the reference policy's copy: "bfloat16" halves it
     c.model.dtype = "float32"  # compute dtype: "float32" or "bfloat16"; parameters and optimizer stay float32
+    c.model.attention = (
+        "auto"  # in training: "naive", "chunked", "triton", "splash" or "cudnn"; auto = by devices and shapes (docs/attention.md)
+    )
+    c.model.attention_chunk_tokens = 128  # of "chunked": queries and keys at a time; its memory grows with it
+    c.model.remat = (
+        "none"  # what a layer computes again to save memory, least to most: "none", "dots", "attention", "full" (docs/attention.md)
+    )
 
     # Prompts. Splits come from seed ranges far apart (neighbouring reasoning-gym seeds share items) and are compared by hash at start.
     c.data = ConfigDict()
@@ -77,6 +84,7 @@ def get_config() -> ConfigDict:
     c.batch.refill_prompts = 32  # prompts drawn per refill round; best a multiple of the prompts that fill rollout.slots
     c.batch.updates = 4  # optimizer updates per rollout batch (ProRL section 3.2: 256 / 64)
     c.batch.row_tokens = 96  # sequences are packed into rows of this length
+    c.batch.packing = True  # several sequences share a row; False = one each, as "cudnn" attention needs
     c.batch.micro_batch_rows = 16  # rows per forward-backward; all devices together
 
     # Objective. Every choice, with formula and source, is in docs/algorithms.md; these are ProRL v1's where the paper tells.

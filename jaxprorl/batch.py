@@ -66,7 +66,7 @@ def host_batch(config: ConfigDict, groups: Sequence[Group]) -> dict[str, np.ndar
     for chosen in np.array_split(np.arange(len(groups)), updates):
         numbers = [int(p) * n + sample for p in chosen for sample in range(n) if length_PN[p, sample]]
         samples = [_sample(groups[number // n], number % n) for number in numbers]
-        layout = assign_rows([sample.tokens for sample in samples], row_tokens)
+        layout = assign_rows([sample.tokens for sample in samples], row_tokens, config.batch.packing)
         packed = pack(samples, layout, capacity * rows, row_tokens, ("engine_logp",))
         packed["sequence"] = _sequence(packed["segment_ids"], layout, numbers)
         mini_batches.append({name: value.reshape(capacity, rows, row_tokens) for name, value in packed.items()})

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict, config_flags
 
 from jaxprorl.data import reasoning_gym
 from jaxprorl.errors import ConfigError, DataError, RewardError
+from jaxprorl.models.compute import ATTENTION, REMAT
 from jaxprorl.rewards import puzzles, registry
 from jaxprorl.sharding.strategies import STRATEGIES
 
@@ -89,7 +90,7 @@ def _require(ok: bool, field: str, value: Any, remedy: str) -> None:
 
 POSITIVE = (
     "steps", "model.hidden_size", "model.intermediate_size", "model.num_hidden_layers", "model.num_attention_heads",
-    "model.num_key_value_heads", "model.head_dim", "model.rope_theta", "model.max_position_embeddings",
+    "model.num_key_value_heads", "model.head_dim", "model.rope_theta", "model.max_position_embeddings", "model.attention_chunk_tokens",
     "data.train_per_task", "data.validation_per_task", "data.held_out_per_task",
     "warmstart.rows", "warmstart.row_tokens", "warmstart.learning_rate", "warmstart.skill_updates", "warmstart.max_skill_updates",
     "warmstart.gate_every_updates", "warmstart.gate_items_per_task", "warmstart.correction_updates", "warmstart.careless_learning_rate",
@@ -118,6 +119,8 @@ CHOICES = {
     "on_existing": ("resume", "replace"),
     "model.dtype": ("float32", "bfloat16"),
     "model.reference_dtype": ("float32", "bfloat16"),
+    "model.attention": ("auto", *ATTENTION),
+    "model.remat": REMAT,
     "checkpoint.on_damage": ("stop", "previous"),
     "mesh.strategy": tuple(STRATEGIES),
     "algorithm.advantage": ("grpo", "dr_grpo", "rloo", "reinforce_pp_trajectory", "reinforce_pp_token"),

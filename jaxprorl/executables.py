@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxprorl.batch import batch_shapes, per_sample_shape
+from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import Qwen2Config, build
 from jaxprorl.monitoring.recorder import Recorder
 from jaxprorl.resets.optimizer import reset
@@ -38,6 +39,7 @@ class Compiled:
 def compile_all(
     config: ConfigDict,
     model_config: Qwen2Config,
+    compute: Compute,
     mesh: Mesh,
     engine: JaxEngine,
     recorder: Recorder,
@@ -46,7 +48,7 @@ def compile_all(
     fresh: bool,
 ) -> Compiled:
     """Compiles the engine and the executables of the loop. `fresh`: a new run, whose log tells of it."""
-    graphdef, whole = build(model_config, config.model.dtype), replicated(mesh)
+    graphdef, whole = build(model_config, compute), replicated(mesh)
     batch, per_sample = batch_shapes(config, mesh), per_sample_shape(config, mesh)
     log_probs = make_log_probs(graphdef, config)
     names = jax.eval_shape(log_probs, state.params, state.reference, batch)[0]

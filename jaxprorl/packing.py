@@ -30,8 +30,8 @@ class Sample:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """First-fit decreasing: indices of the sequences in each row. Depends on lengths and their order alone.
+def assign_rows(lengths: Sequence[int], row_tokens: int, packing: bool = True) -> list[list[int]]:
+    """Indices of the sequences in each row: first-fit decreasing, or one sequence per row. Depends on lengths and their order alone.
 
     Raises:
         ValueError: a sequence is longer than a row.
@@ -39,6 +39,8 @@ def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     too_long = [i for i, length in enumerate(lengths) if length > row_tokens]
     if too_long:
         raise ValueError(f"sequence {too_long[0]} has {lengths[too_long[0]]} tokens, a row holds {row_tokens}")
+    if not packing:
+        return [[index] for index in range(len(lengths))]
     rows: list[list[int]] = []
     free: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

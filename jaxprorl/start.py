@@ -25,6 +25,7 @@ from jaxprorl.errors import CheckpointError, ConfigError, ModelError
 from jaxprorl.evaluation.harness import evaluate
 from jaxprorl.executables import Compiled, compile_all
 from jaxprorl.models import hf
+from jaxprorl.models.compute import Compute, choose_compute
 from jaxprorl.models.qwen2 import Params, Qwen2Config, declarations, parameter_count
 from jaxprorl.monitoring import events
 from jaxprorl.monitoring.progress import Progress
@@ -51,6 +52,7 @@ class Training:
     mesh: Mesh
     tokenizer: Tokenizer
     model_config: Qwen2Config
+    compute: Compute
     splits: Splits
     engine: JaxEngine
     graders: GraderPool
@@ -73,6 +75,7 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         ConfigError, DataError, ModelError, RewardError, CheckpointError: before any long work where that is possible.
     """
     mesh = prepare_devices(config)
+    compute = choose_compute(config, head_dim(config), mesh)
     progress = stack.enter_context(Progress(config.steps, config.monitoring.progress))
     items = load_items(config)
     if len(items.train) < config.batch.prompts:
@@ -127,12 +130,12 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
     engine = JaxEngine(config, model_config, mesh, tokenizer.stop_ids)
     engine.set_weights(state.params, run.policy_version)
     training = Training(
-        config, folder, mesh, tokenizer, model_config, splits, engine,
+        config, folder, mesh, tokenizer, model_config, compute, splits, engine,
         graders=stack.enter_context(grader_pool(config, config.reward, folder)),
         exam_graders=stack.enter_context(grader_pool(config, config.evaluation.reward or config.reward, folder)),
         checkpoints=checkpoints, recorder=recorder, state=state, run=run,
         surplus=left, before={}, identity=identity,
-        compiled=compile_all(config, model_config, mesh, engine, recorder, state, shardings, fresh=not run.step),
+        compiled=compile_all(config, model_config, compute, mesh, engine, recorder, state, shardings, fresh=not run.step),
     )  # fmt: skip
     if step is not None:
         recorder.event(run.step, "resume", checkpoint_step=run.step, metrics_offset=offsets["metrics"], events_offset=offsets["events"])
@@ -192,6 +195,14 @@ def read_start_params(base: Path, model_config: Qwen2Config, shardings: dict[str
     if step is None:
         raise CheckpointError(f"model.path = {str(base)!r}: this run has no checkpoint yet")
     return restore_params(RunFolder(base).checkpoints, step, abstract_params(model_config, shardings))
+
+
+def head_dim(config: ConfigDict) -> int:
+    """Width of the model's heads, known before there is a model."""
+    path = Path(config.model.path)
+    if not config.model.path:
+        return int(config.model.head_dim)
+    return hf.read_config(RunFolder(path).base_model if is_run(path) else path).head_dim
 
 
 def is_run(path: Path) -> bool:
@@ -270,6 +281,7 @@ def record_start(training: Training, cached: bool) -> None:
     config, recorder, splits = training.config, training.recorder, training.splits
     recorder.event(
         0, "run_start", seed=config.seed, steps=config.steps, parameters=parameter_count(training.model_config), devices=len(jax.devices()),
+        attention=training.compute.attention, remat=training.compute.remat,
         versions={name: importlib.metadata.version(name) for name in VERSIONS},
     )  # fmt: skip
     counts = {name: len(getattr(splits, name)) for name in ("train", "validation", "held_out")}

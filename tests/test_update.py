@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from jaxprorl.algorithms.advantages import group_relative
 from jaxprorl.batch import batch_advantages, batch_shapes, host_batch
+from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import build
 from jaxprorl.optimizer import make_optimizer
 from jaxprorl.rollout.groups import graded
@@ -62,7 +63,7 @@ def start_state(config: ConfigDict, dtype: str) -> TrainState:
 
 @cache
 def compiled_step(config_json: str, dtype: str, mesh: Mesh) -> tuple[Any, Any]:
-    graphdef, config = build(MODEL, dtype), ConfigDict(json.loads(config_json))
+    graphdef, config = build(MODEL, Compute(dtype, mesh=mesh)), ConfigDict(json.loads(config_json))
     return tuple(
         jax.jit(function, compiler_options=QUICK_COMPILE)
         for function in (make_log_probs(graphdef, config), make_train_step(graphdef, config))
@@ -80,7 +81,7 @@ def difference(a: Any, b: Any) -> float:
 def plain_log_probs(params: Any, prompt: jax.Array, response: jax.Array, temperature: float) -> tuple[jax.Array, jax.Array]:
     """Log-probs of a response and entropies, from the plain formulas on one unpadded sequence."""
     ids = jnp.concatenate([prompt, response])[None]
-    model: Any = nnx.merge(build(MODEL, "float64"), params)
+    model: Any = nnx.merge(build(MODEL, Compute("float64")), params)
     logits_SV = (model(ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids)) @ model.head().T)[0] / temperature
     p_SV = jnp.exp(logits_SV) / jnp.exp(logits_SV).sum(axis=1, keepdims=True)
     places = range(len(prompt) - 1, ids.shape[1] - 1)
@@ -400,7 +401,7 @@ def test_gradients_are_finite_where_policies_have_nothing_in_common() -> None:
     config = tiny_config()
     rows = {name: jnp.asarray(value[0, 0]) for name, value in host_batch(config, random_groups(4)).items() if value.ndim == 4}
     rows |= {"advantage": jnp.ones(rows["mask"].shape), "weight": jnp.ones(rows["mask"].shape)}
-    gradient_of = jax.grad(lambda params, rows: objective(build(MODEL), params, rows, config)[0])
+    gradient_of = jax.grad(lambda params, rows: objective(build(MODEL, Compute()), params, rows, config)[0])
     gradient_of = jax.jit(gradient_of, compiler_options=QUICK_COMPILE)
     for old, reference in ((0.0, -1e4), (-1e4, 0.0), (-1e4, -1e4)):
         full = rows | {"old_logp": jnp.full(rows["mask"].shape, old), "reference_logp": jnp.full(rows["mask"].shape, reference)}

@@ -1,7 +1,45 @@
-"""Attention behind one interface: queries, keys, values and a boolean mask in, context out. Softmax is float32."""
+"""Attention behind two functions: `attend` takes any boolean mask, `packed_attention` rows of segments by a named implementation.
+
+Softmax is float32 everywhere.
+"""
+
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from jaxprorl.models.chunked import chunked_attention
+from jaxprorl.models.compute import Compute
+from jaxprorl.models.kernels import kernel
+from jaxprorl.models.remat import ATTENTION_NAME
+from jaxprorl.sharding.strategies import BATCH_AXES
+
+Packed = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # (q_BSHK, k_BSGK, v_BSGK) -> context_BSHK
+
+
+def packed_attention(compute: Compute, segment_ids_BS: jax.Array) -> Packed:
+    """Attention over packed rows: a token sees itself and earlier tokens of its own segment, as in `packed_causal_mask`.
+
+    What padding (segment 0) gets differs between implementations. Its keys and values must be finite: they meet weights of 0.
+    """
+    if compute.attention == "naive":
+        mask_B1SS = packed_causal_mask(segment_ids_BS)
+        return lambda q, k, v: checkpoint_name(attend(q, k, v, mask_B1SS), ATTENTION_NAME)
+    rows: Callable[..., jax.Array]
+    if compute.attention == "chunked":
+        rows = partial(chunked_attention, chunk_tokens=compute.attention_chunk_tokens)
+    else:
+        rows = kernel(compute.attention, interpret=compute.platform == "cpu")
+    if compute.mesh is None:
+        return lambda q, k, v: rows(q, k, v, segment_ids_BS)
+    # Every device takes its own rows. The compiler cannot split a kernel, and of a loop over chunks it makes every device do all rows.
+    # What kernels return does not say over which mesh axes it varies, so that goes unchecked.
+    spec = PartitionSpec(BATCH_AXES)
+    local = jax.shard_map(rows, mesh=compute.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return lambda q, k, v: local(q, k, v, segment_ids_BS)
 
 
 def packed_causal_mask(segment_ids_BS: jax.Array) -> jax.Array:

@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxprorl.models import attention
+from jaxprorl.models.attention import packed_attention
+from jaxprorl.models.compute import Compute
+from jaxprorl.models.remat import remat
 
 Params = dict[str, jax.Array]
 ONE_HOT_MAX_VOCAB = 2048  # below it the embedding is a one-hot matmul when differentiated: scatter gradients are slow on CPU
@@ -104,9 +106,9 @@ class Qwen2(nnx.Module):
     final_norm: nnx.Param
     lm_head: nnx.Param
 
-    def __init__(self, config: Qwen2Config, rngs: nnx.Rngs, dtype: str = "float32"):
+    def __init__(self, config: Qwen2Config, compute: Compute, rngs: nnx.Rngs):
         self.config = config
-        self.dtype = dtype
+        self.compute = compute
         for name, declaration in declarations(config).items():
             setattr(self, name, nnx.Param(_initial(declaration, rngs)))
 
@@ -121,13 +123,12 @@ class Qwen2(nnx.Module):
         Returns:
             hidden_BSD after the final norm, in the compute dtype.
         """
-        mask_B1SS = attention.packed_causal_mask(segment_ids_BS)
-        x_BSD = self.embed_tokens(tokens_BS)
-        return self.run_layers(x_BSD, positions_BS, lambda q, k, v, layer, _: (attention.attend(q, k, v, mask_B1SS), None))[0]
+        attend = packed_attention(self.compute, segment_ids_BS)
+        return self.run_layers(self.embed_tokens(tokens_BS), positions_BS, lambda q, k, v, layer, _: (attend(q, k, v), None))[0]
 
     def embed_tokens(self, tokens_BS: jax.Array) -> jax.Array:
         """Embeddings of token ids, [..., D], in the compute dtype."""
-        embed_VD = self.embed[...].astype(self.dtype)
+        embed_VD = self.embed[...].astype(self.compute.dtype)
         if self.config.vocab_size <= ONE_HOT_MAX_VOCAB:
             one_hot = jax.nn.one_hot(tokens_BS.reshape(-1), self.config.vocab_size, dtype=embed_VD.dtype)
             flat_ND = jnp.dot(one_hot, embed_VD, precision="highest")  # a table look-up must stay exact
@@ -135,22 +136,26 @@ class Qwen2(nnx.Module):
         return jnp.take(embed_VD, tokens_BS, axis=0)
 
     def run_layers(self, x_BSD: jax.Array, positions_BS: jax.Array, attend: Attend, caches: Any = None) -> tuple[jax.Array, Any]:
-        """The stack of blocks and the final norm. `caches` is carried through, so that `attend` can update it in place."""
+        """The stack of blocks and the final norm. `caches` is carried through, so that `attend` can update it in place.
+
+        `compute.remat` matters only where this is differentiated, so never to prefill and decoding.
+        """
         c = self.config
         cos, sin = rope_tables(positions_BS, c.head_dim, c.rope_theta)
-        stacked = {n: getattr(self, n)[...].astype(self.dtype) for n, d in declarations(c).items() if d.axes[0] == "layers"}
+        stacked = {n: getattr(self, n)[...].astype(self.compute.dtype) for n, d in declarations(c).items() if d.axes[0] == "layers"}
 
         def body(carry: tuple[jax.Array, Any], layer: tuple[Mapping[str, jax.Array], jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
             (x, caches), (weights, index) = carry, layer
             return block(c, weights, x, cos, sin, lambda q, k, v: attend(q, k, v, index, caches)), None
 
         unroll = c.num_hidden_layers if c.num_hidden_layers <= UNROLL_MAX_LAYERS else 1
+        body = remat(body, self.compute.remat, unrolled=unroll > 1)
         (x_BSD, caches), _ = jax.lax.scan(body, (x_BSD, caches), (stacked, jnp.arange(c.num_hidden_layers)), unroll=unroll)
         return rms_norm(x_BSD, self.final_norm[...], c.rms_norm_eps), caches
 
     def head(self) -> jax.Array:
         """The output matrix head_VD in the compute dtype; the embedding itself when tied."""
-        return (self.embed if self.config.tie_word_embeddings else self.lm_head)[...].astype(self.dtype)
+        return (self.embed if self.config.tie_word_embeddings else self.lm_head)[...].astype(self.compute.dtype)
 
 
 def block(
@@ -197,15 +202,15 @@ def rotate(x_BSHK: jax.Array, cos_BSK: jax.Array, sin_BSK: jax.Array) -> jax.Arr
     return (x_BSHK * cos_BSK[:, :, None] + turned * sin_BSK[:, :, None]).astype(x_BSHK.dtype)
 
 
-def build(config: Qwen2Config, dtype: str = "float32") -> nnx.GraphDef:
+def build(config: Qwen2Config, compute: Compute) -> nnx.GraphDef:
     """The model's static half: `nnx.merge(graphdef, params)` is the model again, for any plain dict of arrays."""
-    abstract = nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(0), dtype))
+    abstract = nnx.eval_shape(lambda: Qwen2(config, compute, nnx.Rngs(0)))
     return nnx.split(abstract)[0]
 
 
 def init_params(config: Qwen2Config, seed: int) -> Params:
     """Fresh float32 parameters as a plain dict. Call it inside jit with out_shardings, so that they are born sharded."""
-    return nnx.to_pure_dict(nnx.split(Qwen2(config, nnx.Rngs(seed)))[1])
+    return nnx.to_pure_dict(nnx.split(Qwen2(config, Compute(), nnx.Rngs(seed)))[1])
 
 
 def _initial(declaration: Declaration, rngs: nnx.Rngs) -> jax.Array:

@@ -12,7 +12,10 @@ __all__ = ["EVENTS", "EventLog", "read", "truncate"]
 
 # kind -> (meaning, the fields it carries; `?` marks those that may be absent)
 EVENTS: dict[str, tuple[str, str]] = {
-    "run_start": ("a run begins from nothing", "seed, steps, parameters (count), devices (count), versions {package: version}"),
+    "run_start": (
+        "a run begins from nothing",
+        "seed, steps, parameters (count), devices (count), attention, remat, versions {package: version}",
+    ),
     "resume": ("a run goes on from a checkpoint", "checkpoint_step, metrics_offset?, events_offset?"),
     "warm_start": ("the base model is ready", "cached (bool), fingerprint, skill_updates?, careless_updates?, solve_rate?"),
     "data": ("splits made and compared", "train, validation, held_out (items), duplicates_removed?, fingerprint?"),

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxprorl.models import attention
+from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import Params, Qwen2Config, build
 from jaxprorl.rollout.engine import Sampling
 from jaxprorl.sharding.mesh import batch_sharding, replicated
@@ -31,7 +32,7 @@ class JaxEngine:
         self.config = config
         self.mesh = mesh
         self.stop_ids = tuple(stop_ids)
-        self._graphdef = build(model_config, config.model.dtype)
+        self._graphdef = build(model_config, Compute(config.model.dtype))
         self._params: Params | None = None
         self._version = -1
         self._prefill: dict[int, Any] = {}  # executable by samples per prompt
@@ -149,7 +150,7 @@ def start_slots(
     real_PL = column_L[None] >= width - length_P[:, None]
     positions_PL = jnp.maximum(column_L[None] - (width - length_P[:, None]), 0)
     mask_P1LL = attention.packed_causal_mask(real_PL.astype(jnp.int32))
-    empty = jnp.zeros((c.num_hidden_layers, prompts, width, c.num_key_value_heads, c.head_dim), model.dtype)
+    empty = jnp.zeros((c.num_hidden_layers, prompts, width, c.num_key_value_heads, c.head_dim), model.compute.dtype)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, caches: Any) -> tuple[jax.Array, Any]:
         return attention.attend(q, k, v, mask_P1LL), (caches[0].at[layer].set(k), caches[1].at[layer].set(v))

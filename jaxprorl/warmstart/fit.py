@@ -26,6 +26,7 @@ from jaxprorl.data.splits import Items, load_splits
 from jaxprorl.data.tokenizer import Tokenizer
 from jaxprorl.evaluation.harness import evaluate, first_per_task
 from jaxprorl.models import hf
+from jaxprorl.models.compute import automatic_compute
 from jaxprorl.models.logprobs import token_log_probs
 from jaxprorl.models.qwen2 import Params, Qwen2Config, build, init_params, parameter_count
 from jaxprorl.packing import Sample, pack
@@ -48,7 +49,7 @@ Check = Callable[[int], dict[str, Any]]  # seed -> solve_summary of the validati
 def fingerprint(config: ConfigDict) -> str:
     """12 hex digits over everything that the base model depends on, this package's warm-start sources included."""
     parts = {name: config[name].to_dict() for name in ("model", "data", "warmstart", "mesh")}
-    for section, field in (("data", "source"), ("model", "path"), ("model", "reference_dtype")):
+    for section, field in (("data", "source"), ("model", "path"), ("model", "reference_dtype"), ("model", "attention")):
         parts[section].pop(field)  # of the RL run only
     parts["rollout"] = {name: config.rollout[name] for name in ("max_prompt_tokens", "max_response_tokens", "slots", "decode_chunk_tokens")}
     package = Path(__file__).parents[1]
@@ -246,7 +247,8 @@ class _Trainer:
         self.params, self.updates = params, 0
         self._config, self._mesh = config, mesh
         self._held: Sample | None = None  # did not fit into the last batch
-        self._graphdef = build(model_config, config.model.dtype)
+        row_tokens = config.warmstart.row_tokens
+        self._graphdef = build(model_config, automatic_compute(config, model_config.head_dim, row_tokens, mesh))
         self._shardings = param_shardings(model_config, mesh, config.mesh.strategy)
 
     def restart(self, schedule: optax.Schedule) -> None:
@@ -290,7 +292,7 @@ class _Trainer:
         def loss_of(params: Params, rows: Rows) -> jax.Array:
             model: Any = nnx.merge(self._graphdef, params)
             hidden_BSD = model(rows["tokens"], rows["positions"], rows["segment_ids"])
-            logp_BS, _ = token_log_probs(hidden_BSD, model.head(), rows["targets"], 1.0, rows["mask"])
+            logp_BS, _ = token_log_probs(hidden_BSD, model.head(), rows["targets"], 1.0, rows["mask"], model.compute.mesh)
             return -(logp_BS * rows["mask"]).sum() / rows["mask"].sum()
 
         def update(carry: tuple[Params, optax.OptState], rows: Rows) -> tuple[tuple[Params, optax.OptState], jax.Array]:

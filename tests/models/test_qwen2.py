@@ -10,6 +10,7 @@ from factories import QUICK_COMPILE, random_params, tiny_model
 from flax import nnx
 
 from jaxprorl.models import hf, qwen2
+from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import Qwen2Config, build, declarations, init_params, parameter_count
 
 VARIANTS = {
@@ -50,7 +51,7 @@ def logits(c: Qwen2Config, params: dict[str, np.ndarray], tokens: np.ndarray, dt
     segments = np.ones(shape, int) if segments is None else segments
     with jax.enable_x64(dtype == "float64"):
         ids = [jnp.asarray(x, jnp.int32) for x in (tokens, positions, segments)]
-        return np.asarray(_logits(build(c, dtype), {name: jnp.asarray(value, dtype) for name, value in params.items()}, *ids))
+        return np.asarray(_logits(build(c, Compute(dtype)), {name: jnp.asarray(value, dtype) for name, value in params.items()}, *ids))
 
 
 @partial(jax.jit, static_argnums=0, compiler_options=QUICK_COMPILE)
@@ -126,7 +127,7 @@ def test_layers_unrolled_equal_layers_scanned(monkeypatch: pytest.MonkeyPatch) -
 def test_both_ways_to_look_up_an_embedding_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     c = tiny_model()
     params, tokens_BS = random_params(c), np.array([[0, 47, 3], [3, 3, 1]])
-    model = nnx.merge(build(c), params)
+    model = nnx.merge(build(c, Compute()), params)
     for limit in (c.vocab_size, c.vocab_size - 1):  # by a one-hot matmul, by an index
         monkeypatch.setattr(qwen2, "ONE_HOT_MAX_VOCAB", limit)
         np.testing.assert_array_equal(model.embed_tokens(jnp.asarray(tokens_BS)), params["embed"][tokens_BS])

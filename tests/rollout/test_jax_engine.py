@@ -13,6 +13,7 @@ from factories import make_prompt, random_params, tiny_config, tiny_model
 from flax import nnx
 from ml_collections import ConfigDict
 
+from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import build
 from jaxprorl.packing import Sample, assign_rows, pack
 from jaxprorl.rollout.engine import Sampling
@@ -80,7 +81,7 @@ def trainer_log_probs(
     samples = [Sample(by_id[key[0]].token_ids, result[key].token_ids) for key in keys]
     layout = assign_rows([sample.tokens for sample in samples], 40)
     rows = pack(samples, layout, len(layout), 40)
-    logp_BS = np.asarray(jax.jit(partial(batch_log_probs, build(MODEL), temperature=temperature))(params, rows)[0])
+    logp_BS = np.asarray(jax.jit(partial(batch_log_probs, build(MODEL, Compute()), temperature=temperature))(params, rows)[0])
     found = {}
     for row, members in enumerate(layout):
         for segment, index in enumerate(members, start=1):
@@ -97,7 +98,7 @@ def next_logits(params: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
 
 @jax.jit
 def _logits(params: dict[str, jax.Array], row: jax.Array, segments: jax.Array) -> jax.Array:
-    model: Any = nnx.merge(build(MODEL), params)
+    model: Any = nnx.merge(build(MODEL, Compute()), params)
     return model(row, jnp.arange(20)[None], segments) @ model.head().T
 
 

@@ -8,6 +8,7 @@ from factories import QUICK_COMPILE, random_groups, random_params, tiny_config, 
 from jax.sharding import PartitionSpec
 
 from jaxprorl.batch import batch_advantages, device_batch
+from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import build, declarations
 from jaxprorl.optimizer import make_optimizer
 from jaxprorl.sharding.mesh import AXES, batch_sharding, like_params, make_mesh, param_shardings, partition_spec, replicated
@@ -103,8 +104,9 @@ def trained(strategy: str, devices: int) -> tuple[Any, dict[str, np.ndarray]]:
     state = TrainState(params, reference, make_optimizer(config).init(jax.tree.map(jnp.asarray, random_params(MODEL))))
     state = jax.device_put(state, shardings)
     batch = device_batch(config, random_groups(4), mesh)
-    log_probs = jax.jit(make_log_probs(build(MODEL), config), compiler_options=QUICK_COMPILE)
-    step = jax.jit(make_train_step(build(MODEL), config), out_shardings=(shardings, replicated(mesh)), compiler_options=QUICK_COMPILE)
+    graphdef = build(MODEL, Compute(mesh=mesh))
+    log_probs = jax.jit(make_log_probs(graphdef, config), compiler_options=QUICK_COMPILE)
+    step = jax.jit(make_train_step(graphdef, config), out_shardings=(shardings, replicated(mesh)), compiler_options=QUICK_COMPILE)
     fixed, kl_sum_PN = log_probs(state.params, state.reference, batch)
     state, metrics = step(state, batch, fixed, batch_advantages(config, random_groups(4), 0, kl_sum_PN))
     for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):

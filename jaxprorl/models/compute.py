@@ -1,0 +1,97 @@
+"""How a model is computed: dtype, attention and remat by name, checked against devices and shapes. Nothing here touches JAX."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from ml_collections import ConfigDict
+
+from jaxprorl.errors import ConfigError
+from jaxprorl.sharding.strategies import BATCH_AXES
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+ATTENTION = ("naive", "chunked", "triton", "splash", "cudnn")
+REMAT = ("none", "dots", "attention", "full")  # from most to least memory; see models/remat.py
+PLATFORM = {"triton": "gpu", "splash": "tpu", "cudnn": "gpu"}  # the others run anywhere
+KERNEL_BLOCK_TOKENS = 128  # rows of `triton` and `splash` are cut into blocks of this length
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """How the forward and backward pass over packed rows is carried out. Prefill and decoding use `dtype` alone.
+
+    Attributes:
+        dtype: of activations and of the weights in matmuls.
+        attention: one of `ATTENTION`.
+        attention_chunk_tokens: queries and keys that `chunked` handles at a time.
+        remat: one of `REMAT`.
+        mesh: what the rows are split over. None = nothing, on a CPU.
+    """
+
+    dtype: str = "float32"
+    attention: str = "naive"
+    attention_chunk_tokens: int = 128
+    remat: str = "none"
+    mesh: "Mesh | None" = None
+
+    @property
+    def platform(self) -> str:
+        """One of "cpu" (also without a mesh), "gpu" and "tpu"."""
+        name = "cpu" if self.mesh is None else str(self.mesh.devices.flat[0].platform)
+        return "gpu" if name in ("cuda", "rocm") else name
+
+
+def choose_compute(config: ConfigDict, head_dim: int, mesh: "Mesh") -> Compute:
+    """How the RL update computes: what `config.model` asks for, with "auto" made a name.
+
+    Raises:
+        ConfigError: these devices or shapes cannot serve it; says what would.
+    """
+    model, batch = config.model, config.batch
+    shards = mesh.shape[BATCH_AXES[0]] * mesh.shape[BATCH_AXES[1]]
+    if batch.micro_batch_rows % shards:
+        raise ConfigError(f"batch.micro_batch_rows = {batch.micro_batch_rows}: must divide by the {shards} devices that share the rows")
+    if model.attention == "auto":
+        return automatic_compute(config, head_dim, batch.row_tokens, mesh)
+    compute = Compute(model.dtype, model.attention, model.attention_chunk_tokens, model.remat, mesh)
+    problem = unfit(compute, head_dim, batch.row_tokens, batch.packing)
+    if problem:
+        raise ConfigError(f"model.attention = {model.attention!r}: {problem}. 'auto' chooses what fits, 'chunked' runs anywhere")
+    return compute
+
+
+def automatic_compute(config: ConfigDict, head_dim: int, row_tokens: int, mesh: "Mesh") -> Compute:
+    """How to compute rows of any packing: the platform's kernel if the shapes fit, else by row length.
+
+    A row of one chunk costs `chunked` as much memory as the whole row of scores costs `naive`; a longer one less (docs/attention.md).
+    """
+    chunk_tokens = config.model.attention_chunk_tokens
+    compute = Compute(config.model.dtype, "chunked", chunk_tokens, config.model.remat, mesh)
+    for name in ("triton", "splash"):
+        chosen = dataclasses.replace(compute, attention=name)
+        if not unfit(chosen, head_dim, row_tokens, packing=True):
+            return chosen
+    return dataclasses.replace(compute, attention="naive") if row_tokens <= chunk_tokens else compute
+
+
+def unfit(compute: Compute, head_dim: int, row_tokens: int, packing: bool) -> str:
+    """Why an attention cannot be used and what would help; empty if it can."""
+    name, devices = compute.attention, compute.platform
+    needs = PLATFORM.get(name, devices)
+    if needs != devices:
+        return f"it runs on {needs.upper()}s only, these devices are {devices.upper()}s"
+    if name == "cudnn" and packing:
+        return "it knows no segments, and batch.packing = True puts several sequences into a row; set batch.packing = False"
+    if name == "cudnn" and compute.dtype != "bfloat16":
+        return f"it needs model.dtype = 'bfloat16', not {compute.dtype!r}"
+    if name == "cudnn" and (head_dim % 8 or head_dim > 128):
+        return f"it needs heads of a multiple of 8, 128 at most; the model's head_dim is {head_dim}"
+    if name == "triton" and head_dim not in (16, 32, 64, 128):
+        return f"it needs heads of 16, 32, 64 or 128; the model's head_dim is {head_dim}"
+    if name == "splash" and head_dim not in (64, 128, 256):
+        return f"it needs heads of 64, 128 or 256; the model's head_dim is {head_dim}"
+    if name in ("triton", "splash") and row_tokens % KERNEL_BLOCK_TOKENS:
+        rounded = -(-row_tokens // KERNEL_BLOCK_TOKENS) * KERNEL_BLOCK_TOKENS
+        return f"batch.row_tokens = {row_tokens} is no multiple of {KERNEL_BLOCK_TOKENS}, its block; {rounded} is"
+    return ""

@@ -32,8 +32,8 @@ LAYOUTS = {
     "packed": place_rows(SEQUENCES, [(0, 0), (0, 7), (0, 8), (1, 0), (1, 12), (2, 0), (2, 5), (2, 11), (2, 13)], SHAPE),
 }
 
-# transformers is asked in five ways: each sequence by itself; padded on either side, with a mask and positions; packed, with a block-diagonal
-# mask; packed, with positions alone, from which it finds the sequences' borders by itself.
+# transformers is asked in five ways: each sequence by itself; padded on the right or left, with a mask and positions; packed, with a
+# block-diagonal mask; packed, with positions alone, from which it finds the borders by itself.
 REFERENCE_LOGITS = """
 def attention_masks(dtype):
     yield "padded on the right", ids(inputs["padded on the right.segments"] > 0)

@@ -12,6 +12,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import numpy as np
+import psutil
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 2)
@@ -19,6 +20,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 ROOT = Path(__file__).parent.parent
 NO_REFERENCE = "no second environment"
 NO_TIME = "no time left for long tests"
+NO_ROOM = "too little memory or disk is free"
 START = pytest.StashKey[float]()
 
 # The reference computes in float32 on one thread (more threads fight over busy cores), eagerly, and asks no hub.
@@ -61,10 +63,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Skips that hide something are counted where they cannot be missed."""
     reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
-    for words, meaning in ((NO_REFERENCE, "parity tests"), (NO_TIME, "long tests")):
+    for words, meaning in ((NO_REFERENCE, "parity tests"), (NO_TIME, "long tests"), (NO_ROOM, "large tests")):
         count = sum(words in reason for reason in reasons)
         if count:
             terminalreporter.write_sep("!", f"{count} {meaning} SKIPPED: {words}", red=True, bold=True)
+
+
+@pytest.fixture
+def require_room(tmp_path: Path) -> Callable[[float, float], None]:
+    """Skips the test, counted, where less is free: `require_room(memory_gb, disk_gb)`."""
+
+    def require(memory_gb: float, disk_gb: float) -> None:
+        memory, disk = psutil.virtual_memory().available / 1e9, psutil.disk_usage(str(tmp_path)).free / 1e9
+        if memory < memory_gb or disk < disk_gb:
+            pytest.skip(f"{NO_ROOM}: {memory:.1f} GB memory and {disk:.1f} GB disk, {memory_gb} and {disk_gb} are needed")
+
+    return require
 
 
 @pytest.fixture(scope="session")

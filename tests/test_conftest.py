@@ -16,6 +16,9 @@ import pytest
 
 def test_parity(run_reference): ...
 
+def test_large(require_room):
+    require_room(memory_gb=1e9, disk_gb=0)
+
 @pytest.mark.long
 def test_long(): ...
 
@@ -46,13 +49,14 @@ def test_there_are_two_cpu_devices() -> None:
         assert jax.device_count() == 2
 
 
-def test_skipped_parity_and_long_tests_are_counted(tmp_path: Path) -> None:
+def test_skipped_parity_long_and_large_tests_are_counted(tmp_path: Path) -> None:
     status, output = run_inner(tmp_path, "--long-until-minute=-1")
     assert status == 0
     assert "1 parity tests SKIPPED" in output
     assert "1 long tests SKIPPED" in output
+    assert "1 large tests SKIPPED" in output
     assert output.index("test_other") < output.index("test_long")
-    assert "1 passed, 2 skipped" in output.splitlines()[-1]
+    assert "1 passed, 3 skipped" in output.splitlines()[-1]
 
 
 def test_required_parity_tests_fail_without_the_second_environment(tmp_path: Path) -> None:

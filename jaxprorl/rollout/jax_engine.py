@@ -196,7 +196,7 @@ def decode_chunk(
         mask_B11W = ((column_W >= first_B1) & (column_W <= column))[:, None, None]
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, caches: Any) -> tuple[jax.Array, Any]:
-            start = (layer, 0, column, 0, 0)
+            start = tuple(jnp.asarray(x, jnp.int32) for x in (layer, 0, column, 0, 0))
             caches = tuple(jax.lax.dynamic_update_slice(cache, new[None], start) for cache, new in zip(caches, (k, v), strict=True))
             return attention.attend(q, caches[0][layer], caches[1][layer], mask_B11W), caches
 

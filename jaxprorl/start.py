@@ -21,9 +21,10 @@ from jaxprorl.compilation import use_compilation_cache
 from jaxprorl.data.prompts import check_chat_template
 from jaxprorl.data.splits import Items, Splits, fingerprint, load_items, load_splits
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
-from jaxprorl.errors import CheckpointError, ConfigError, ModelError
+from jaxprorl.errors import CheckpointError, ConfigError
 from jaxprorl.evaluation.harness import evaluate
 from jaxprorl.executables import Compiled, compile_all
+from jaxprorl.model_folder import check_vocabulary
 from jaxprorl.models import hf
 from jaxprorl.models.compute import Compute, choose_compute
 from jaxprorl.models.qwen2 import Params, Qwen2Config, declarations, parameter_count
@@ -238,11 +239,7 @@ def check_model(config: ConfigDict, model_config: Qwen2Config, tokenizer: Tokeni
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {context}: the model's context holds "
             f"{model_config.max_position_embeddings} tokens (max_position_embeddings); lower one of them"
         )
-    if tokenizer.vocab_size > model_config.vocab_size:
-        raise ModelError(
-            f"{tokenizer.path}: tokenizer.json has {tokenizer.vocab_size} tokens, config.json vocab_size = {model_config.vocab_size}; "
-            "they do not belong together"
-        )
+    check_vocabulary(model_config, tokenizer)
 
 
 def adopt_tokenizer(base: Path, folder: RunFolder) -> None:
@@ -266,7 +263,7 @@ def adopt_tokenizer(base: Path, folder: RunFolder) -> None:
 def abstract_params(model_config: Qwen2Config, shardings: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of the parameters with their shardings."""
     return {
-        name: jax.ShapeDtypeStruct(declaration.shape, "float32", sharding=shardings[name])
+        name: jax.ShapeDtypeStruct(declaration.shape, declaration.dtype, sharding=shardings[name])
         for name, declaration in declarations(model_config).items()
     }
 

@@ -18,7 +18,7 @@ from jaxprorl.errors import GraderError, NonFiniteError
 from jaxprorl.evaluation.harness import evaluate, first_per_task
 from jaxprorl.evaluation.report import write_report
 from jaxprorl.evaluation.summary import build_summary, peak_memory_bytes, write_summary
-from jaxprorl.models import hf
+from jaxprorl.export import write_model
 from jaxprorl.preemption import Preemption
 from jaxprorl.resets.controller import BlindController
 from jaxprorl.rewards.pool import error_share
@@ -224,8 +224,8 @@ def finish(training: Training, started_s: float) -> dict[str, Any]:
     config, folder, run, before = training.config, training.folder, training.run, training.before
     after = evaluate_held_out(training, "after")
     training.recorder.event(run.step, "run_end", steps=run.step, resets=run.resets)
-    tokenizer = training.tokenizer
-    hf.write_folder(folder.model, training.model_config, training.state.params, folder.base_model, tokenizer.stop_ids, tokenizer.pad_id)
+    scores = {"before": before["sampled"], "after": after["sampled"]}
+    write_model(folder.model, folder, config, training.model_config, training.state.params, training.tokenizer, run, scores)
     training.checkpoints.wait()
     evaluation_s = before["time_s"] + after["time_s"]
     earlier_s = before["time_warm_start_s"] + before["time_s"] + run.rl_s

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxprorl.models import hf
+from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import Params, Qwen2Config, build, declarations
 
 # What every reference script starts with. transformers computes norms, angles and softmax in float32 whatever the model's dtype; `widen`
@@ -70,7 +71,7 @@ def read_checkpoint(folder: Path) -> tuple[Qwen2Config, Params]:
 
 
 def graphdef(c: Qwen2Config, dtype: str = "float32") -> nnx.GraphDef:
-    return build(c, dtype)
+    return build(c, Compute(dtype))
 
 
 def as_dtype(params: Params, dtype: str) -> Params:

@@ -49,6 +49,7 @@ class Declaration:
         init: initial value.
         hf_name: Hugging Face key; `{layer}` marks the stacked axis.
         transposed: Hugging Face stores the last two axes the other way round.
+        dtype: of the parameter itself; the model computes in `config.model.dtype`.
     """
 
     shape: tuple[int, ...]
@@ -56,6 +57,7 @@ class Declaration:
     init: Literal["normal", "zeros", "ones"]
     hf_name: str
     transposed: bool = False
+    dtype: str = "float32"
 
 
 def declarations(c: Qwen2Config) -> dict[str, Declaration]:
@@ -93,6 +95,11 @@ def declarations(c: Qwen2Config) -> dict[str, Declaration]:
 def parameter_count(c: Qwen2Config) -> int:
     """Number of scalars in the model; a tied head counts once."""
     return sum(math.prod(declaration.shape) for declaration in declarations(c).values())
+
+
+def parameter_bytes(c: Qwen2Config) -> int:
+    """Size of the parameters in memory."""
+    return sum(math.prod(declaration.shape) * jnp.dtype(declaration.dtype).itemsize for declaration in declarations(c).values())
 
 
 # attend(q_BSHK, k_BSGK, v_BSGK, layer index, caches) -> (context_BSHK, caches)
@@ -215,5 +222,5 @@ def init_params(config: Qwen2Config, seed: int) -> Params:
 
 def _initial(declaration: Declaration, rngs: nnx.Rngs) -> jax.Array:
     if declaration.init == "normal":
-        return 0.02 * jax.random.normal(rngs.params(), declaration.shape, jnp.float32)
-    return (jnp.zeros if declaration.init == "zeros" else jnp.ones)(declaration.shape, jnp.float32)
+        return 0.02 * jax.random.normal(rngs.params(), declaration.shape, declaration.dtype)
+    return (jnp.zeros if declaration.init == "zeros" else jnp.ones)(declaration.shape, declaration.dtype)

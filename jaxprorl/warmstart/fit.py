@@ -79,8 +79,8 @@ def base_model(config: ConfigDict, items: Items, mesh: Mesh, report: Report) -> 
     tokenizer = build_tokenizer(items.train, scratch, config.data.system_prompt)
     model_config = model_shape(config, tokenizer)
     params, facts = fit(config, model_config, tokenizer, items, mesh, report)
-    (scratch / "warm_start.json").write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
-    hf.write_folder(folder, model_config, params, scratch, tokenizer.stop_ids, tokenizer.pad_id)
+    texts = {"warm_start.json": json.dumps(facts, indent=2, sort_keys=True) + "\n"}
+    hf.write_folder(folder, model_config, params, scratch, tokenizer.stop_ids, tokenizer.pad_id, tokenizer.bos_id, texts=texts)
     shutil.rmtree(scratch)
     return folder, False
 

@@ -83,6 +83,10 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         raise ConfigError(
             f"batch.prompts = {config.batch.prompts}: the train split holds {len(items.train)} prompts only; lower it, or add data"
         )
+    domains = {item.domain for item in items.train}
+    unknown = sorted(set(config.filtering.rules) - domains)
+    if unknown:
+        raise ConfigError(f"filtering.rules.{unknown[0]}: the data has no such domain, only {', '.join(sorted(domains))}")
     step, damaged = newest_sound_step(folder.checkpoints, config.checkpoint.on_damage)
     for problem in damaged:
         progress.note(f"WARNING: {problem}; going on from the checkpoint of step {step}")
@@ -122,11 +126,7 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         params = read_start_params(base, model_config, shardings.params)
         state, run, offsets = start_state(config, params, shardings), RunState(), NO_LINES
         left = []
-    prompts = (*splits.train, *splits.validation, *splits.held_out)
-    tasks, domains = {prompt.task for prompt in prompts}, {prompt.domain for prompt in prompts}
-    unknown = sorted(set(config.filtering.rules) - domains)
-    if unknown:
-        raise ConfigError(f"filtering.rules.{unknown[0]}: the data has no such domain, only {', '.join(sorted(domains))}")
+    tasks = {prompt.task for split in (splits.train, splits.validation, splits.held_out) for prompt in split}
     recorder = stack.enter_context(Recorder(config, folder, progress, tasks, domains, run.step, offsets))
     engine = JaxEngine(config, model_config, mesh, tokenizer.stop_ids)
     engine.set_weights(state.params, run.policy_version)

@@ -14,6 +14,7 @@ import pytest
 import tiny_run
 
 from jaxprorl import commit
+from jaxprorl.checkpoint import read_host
 from jaxprorl.checkpoint_diff import compare
 
 pytestmark = pytest.mark.slow
@@ -57,7 +58,8 @@ class Uninterrupted:
 def uninterrupted(folder: Path, *options: str) -> Uninterrupted:
     """Trains in `folder`."""
     options = (*OPTIONS, *options)
-    ended, run = tiny_run.train(folder, *options), folder / "runs/tiny"
+    names = [option.removeprefix("run_name=") for option in options if option.startswith("run_name=")]
+    ended, run = tiny_run.train(folder, *options), folder / "runs" / (names[-1] if names else "tiny")
     compile_s = sum(event["time_s"] for event in tiny_run.lines(run / "events.jsonl") if event["kind"] == "compile")
     warm_start_s = json.loads((run / "summary.json").read_text())["seconds"]["warm_start"]
     return Uninterrupted(run, options, ended.seconds - compile_s - warm_start_s)
@@ -209,6 +211,22 @@ def test_a_run_killed_five_times_equals_the_uninterrupted_one(
     assert torn
     assert all(said.count(f"removed the torn cache entry {entry.name}") == 1 for entry in torn)
     assert any(entry.exists() for entry in torn), "made again"
+    assert_equal(victim.run, reference.run)
+
+
+@pytest.mark.timeout(600)
+def test_groups_without_room_are_in_the_checkpoint_and_trained_on_after_a_kill(home: Path, tmp_path: Path) -> None:
+    options = ("rollout.max_staleness=1", "checkpoint.every_steps=1", "steps=3")
+    reference = uninterrupted(home, *options, "run_name=stale")
+    (tmp_path / ".cache").symlink_to(home / ".cache")
+    victim = Victim(tmp_path, reference, seed=0)
+    victim.run = tmp_path / "runs/stale"
+    victim.kill("just_after_saving")
+    assert commit.committed_steps(victim.run / "checkpoints") == [1]
+    waiting = read_host(victim.run / "checkpoints", 1).surplus
+    assert waiting and all(len(group["completions"]) == 4 for group in waiting)
+    victim.finish()
+    assert tiny_run.timeless_metrics(victim.run)[1]["groups.carried"] == len(waiting)
     assert_equal(victim.run, reference.run)
 
 

@@ -8,7 +8,7 @@ from model_folders import edit_json, written
 
 from jaxprorl.errors import ModelError
 from jaxprorl.models.hf.config import IGNORED, KNOWN, READ, REFUSED, REQUIRED, read_config
-from jaxprorl.models.qwen2 import Qwen2Config, parameter_count
+from jaxprorl.models.qwen2 import Qwen2Config, parameter_bytes, parameter_count
 
 # config.json of the models that this package is made for, as published (transformers 4).
 SHARED = {
@@ -89,6 +89,7 @@ def test_the_published_models_are_read_from_their_config_alone(
 ) -> None:
     assert read_config(write(tmp_path, fields)) == expected
     assert parameter_count(expected) == parameters
+    assert parameter_bytes(expected) == 4 * parameters
 
 
 def test_a_field_is_in_one_table_only_and_every_published_field_in_some() -> None:

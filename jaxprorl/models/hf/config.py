@@ -132,6 +132,7 @@ def config_json(c: Qwen2Config, dtype: str, stop_ids: tuple[int, ...], pad_id: i
         "hidden_act": "silu",
         "attention_dropout": 0.0,
         "use_sliding_window": False,
+        "sliding_window": None,  # its default is a number, of which transformers 4 warns
         "torch_dtype": dtype,
         "dtype": dtype,
         "bos_token_id": bos_id,

@@ -10,6 +10,7 @@ import scipy.special
 from factories import make_prompt, tiny_config, tiny_model
 from reference_models import REFERENCE_START, as_dtype, read_checkpoint, report, transformers_models
 
+from jaxprorl.models.qwen2 import UNROLL_MAX_LAYERS
 from jaxprorl.rollout.engine import Sampling
 from jaxprorl.rollout.jax_engine import JaxEngine
 from jaxprorl.sharding.mesh import make_mesh, replicated
@@ -21,15 +22,19 @@ MODELS = {
     "untied, 1 group, theta 1e6": tiny_model(
         tie_word_embeddings=False, num_key_value_heads=1, rope_theta=1e6, head_dim=16, max_position_embeddings=CONTEXT
     ),
-    "tied, 4 groups, 5 layers, scanned": tiny_model(num_key_value_heads=4, num_hidden_layers=5, max_position_embeddings=CONTEXT),
+    "tied, 4 groups, 5 layers, scanned": tiny_model(
+        num_key_value_heads=4, num_hidden_layers=UNROLL_MAX_LAYERS + 1, max_position_embeddings=CONTEXT
+    ),
 }
 STOP_IDS = (0,)
 LIMITS = {"rollout__max_prompt_tokens": 96, "rollout__max_response_tokens": 32, "rollout__decode_chunk_tokens": 8}  # four chunks
 PROMPTS = [make_prompt(i, np.random.RandomState(i).randint(1, 48, size)) for i, size in enumerate((1, 2, 17, 50, 95, 96, 96, 96))]
-SAMPLED, GREEDY = Sampling(samples=4, temperature=1.0, seed=3, step=5), Sampling(samples=1, temperature=0.0, seed=3, step=5)
 # With float64 weights and caches the engine still sums its logits and log-probs in float32; rounding alone stays far below 1e-5. In float32
 # everything is rounded, and the error grows with the logits, which reach 6 to 9 here.
-RUNS = {"float64, sampled": SAMPLED, "float32, sampled": SAMPLED, "float32, greedy": GREEDY}
+RUNS = {
+    "float64": Sampling(samples=4, temperature=1.0, seed=3, step=5),  # two rounds
+    "float32": Sampling(samples=1, temperature=0.0, seed=3, step=5),
+}
 TOLERANCE = 1e-5
 CLEAR = 1e-3  # float32 cannot mistake the best of two logits that differ by more
 
@@ -67,24 +72,24 @@ def test_cached_decoding_equals_transformers(run_reference: Callable[..., dict[s
         prompts_PL[row, 96 - len(prompt.token_ids) :] = prompt.token_ids
     arrays = {"prompts": prompts_PL, "stop_ids": np.array(STOP_IDS), "limit": LIMITS["rollout__max_response_tokens"]}
     completions = {name: engine_completions(tmp_path / name) for name in MODELS}
-    for name, by_run in completions.items():
-        sequences = [np.concatenate([by_id[c.prompt_id], c.token_ids]) for run in RUNS for c in by_run[run]]
+    for name, by_dtype in completions.items():
+        sequences = [np.concatenate([by_id[c.prompt_id], c.token_ids]) for dtype in RUNS for c in by_dtype[dtype]]
         arrays |= {f"{name}|tokens": np.concatenate(sequences), f"{name}|ends": np.cumsum([len(ids) for ids in sequences])}
     reference = run_reference(REFERENCE_START + REFERENCE_GENERATE, folder=str(tmp_path), models=transformers_models(MODELS), **arrays)
-    for name, by_run in completions.items():
-        everything = [c for run in RUNS for c in by_run[run]]
+    for name, by_dtype in completions.items():
+        everything = [c for dtype in RUNS for c in by_dtype[dtype]]
         assert max(len(by_id[c.prompt_id]) + len(c.token_ids) for c in everything) == CONTEXT
         assert {c.finish_reason for c in everything} == {"stop", "length"}
         numbers = iter(range(len(everything)))
-        for run in RUNS:
-            logits = [reference[f"{name}|logits {next(numbers)}"][len(by_id[c.prompt_id]) - 1 : -1] for c in by_run[run]]
-            worst = max(largest_difference(c, logits_TV) for c, logits_TV in zip(by_run[run], logits, strict=True))
-            if run.startswith("float64"):
-                report(f"log-probs of decoded tokens, {run}, {name}", worst, TOLERANCE)
+        for dtype in RUNS:
+            logits = [reference[f"{name}|logits {next(numbers)}"][len(by_id[c.prompt_id]) - 1 : -1] for c in by_dtype[dtype]]
+            worst = max(largest_difference(c, logits_TV) for c, logits_TV in zip(by_dtype[dtype], logits, strict=True))
+            scale = max(np.abs(logits_TV).max() for logits_TV in logits)
+            if dtype == "float64":
+                report(f"log-probs of sampled tokens, float64, {name}", worst, TOLERANCE)
             else:
-                scale = max(np.abs(logits_TV).max() for logits_TV in logits)
-                report(f"log-probs of decoded tokens / scale of the logits, {run}, {name}", worst / scale, TOLERANCE)
-        compare_greedy(name, by_run["float32, greedy"], reference[f"{name}|tokens"], reference[f"{name}|margin"])
+                report(f"log-probs of greedy tokens / scale of the logits, float32, {name}", worst / scale, TOLERANCE)
+        compare_greedy(name, by_dtype["float32"], reference[f"{name}|tokens"], reference[f"{name}|margin"])
 
 
 def largest_difference(completion: Completion, logits_TV: np.ndarray) -> float:
@@ -105,16 +110,14 @@ def compare_greedy(name: str, completions: list[Completion], tokens_PT: np.ndarr
 
 
 def engine_completions(folder: Path) -> dict[str, list[Completion]]:
-    """By run, in the order of prompts and samples."""
+    """By dtype, in the order of prompts and samples."""
     c, params = read_checkpoint(folder)
     mesh, found = make_mesh("dp"), {}
-    for dtype in ("float64", "float32"):
-        runs = {run: sampling for run, sampling in RUNS.items() if run.startswith(dtype)}
+    for dtype, sampling in RUNS.items():
         with jax.enable_x64(dtype == "float64"):
             placed = jax.device_put(as_dtype(params, dtype), replicated(mesh))
             engine = JaxEngine(tiny_config(**LIMITS, model__dtype=dtype), c, mesh, STOP_IDS)
-            engine.compile(placed, [sampling.samples for sampling in runs.values()])
+            engine.compile(placed, [sampling.samples])
             engine.set_weights(placed, 0)
-            for run, sampling in runs.items():
-                found[run] = sorted(engine.generate(PROMPTS, sampling), key=lambda c: (c.prompt_id, c.sample))
+            found[dtype] = sorted(engine.generate(PROMPTS, sampling), key=lambda c: (c.prompt_id, c.sample))
     return found

@@ -44,5 +44,5 @@ def test_kernels_and_chunks_compile_and_hold_no_array_of_scores(target: str, ker
     assert again["kernels"] == 4  # and the forward one again
     assert chunked["score_arrays"] == by_kernel["score_arrays"] == 0
     assert again["temp_bytes"] < by_kernel["temp_bytes"] / 2
-    # Scores of one row and layer alone: 12 heads x 2560^2 x 4 bytes = 315 MB, 1.9 GB in six layers.
-    assert chunked["temp_bytes"] < 1e9 and by_kernel["temp_bytes"] < 1e9
+    scores_bytes = 12 * 2560**2 * 4 * 6  # of one row's twelve heads in all six layers; everything kept together is less
+    assert chunked["temp_bytes"] < scores_bytes and by_kernel["temp_bytes"] < scores_bytes

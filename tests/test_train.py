@@ -130,7 +130,10 @@ def test_rl_raises_the_reward(reference: Path) -> None:
 
 def test_resets_come_at_their_steps(reference: Path) -> None:
     events = tiny_run.lines(reference / "events.jsonl")
-    assert [(event["step"], event["optimizer"]) for event in events if event["kind"] == "reset"] == [(2, True), (4, True)]
+    assert [(event["step"], event["reference"], event["optimizer"]) for event in events if event["kind"] == "reset"] == [
+        (2, True, "all"),
+        (4, True, "all"),
+    ]
     metrics = tiny_run.lines(reference / "metrics.jsonl")
     assert [row["reference.age_steps"] for row in metrics] == [0, 1, 0, 1, 0, 1]
 
@@ -155,7 +158,7 @@ def test_events_tell_the_story_in_order(reference: Path) -> None:
 def test_stdout_shows_progress_and_the_table(home: Path) -> None:
     stdout = (home / "stdout").read_text()
     assert "step 1/6 reward=" in stdout
-    assert "step 2: reference reset with the optimizer" in stdout
+    assert "step 2: reset of reference and optimizer" in stdout
     assert "number_filtering" in stdout.split("before", 1)[1]
     assert stdout.endswith("6 steps are done; report: runs/tiny/report.html\n")
 

@@ -149,7 +149,7 @@ def test_validation_is_a_series(reference: Path) -> None:
 def test_events_tell_the_story_in_order(reference: Path) -> None:
     events = tiny_run.lines(reference / "events.jsonl")
     kinds = [event["kind"] for event in events]
-    assert kinds[:8] == ["compile"] * 3 + ["run_start", "data", "warm_start", "evaluation", "evaluation"]
+    assert kinds[:9] == ["compile"] * 4 + ["run_start", "data", "warm_start", "evaluation", "evaluation"]
     assert kinds[-3:] == ["evaluation", "evaluation", "run_end"]
     assert [event["policy_version"] for event in events if event["kind"] == "swap"] == [1, 2, 3, 4, 5, 6]
     assert [event["checkpoint_step"] for event in events if event["kind"] == "checkpoint"] == [2, 4, 6]

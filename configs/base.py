@@ -120,8 +120,8 @@ def get_config() -> ConfigDict:
     c.optimizer = ConfigDict()  # AdamW; the paper gives only the learning rate (2e-6 at 1.5B)
     c.optimizer.learning_rate = 2e-6  # after the warm-up (ProRL section 3.2)
     c.optimizer.schedule = "constant"  # "constant" (ProRL), or "cosine" down to final_share at update cosine_updates
-    c.optimizer.warmup_updates = 0  # linear, from the start and again after an optimizer reset
-    c.optimizer.cosine_updates = 0  # length of the cosine in updates, warm-up counted in; it too starts again after a reset
+    c.optimizer.warmup_updates = 0  # linear, from the start and again after a reset of "all"
+    c.optimizer.cosine_updates = 0  # length of the cosine in updates, warm-up counted in; it starts again with it
     c.optimizer.final_share = 0.1  # of the learning rate, at the cosine's end
     c.optimizer.b1 = 0.9  # decay of the first moment
     c.optimizer.b2 = 0.95  # of the second; shorter than AdamW's 0.999, as usual for language models
@@ -132,8 +132,10 @@ def get_config() -> ConfigDict:
     c.optimizer.max_skipped_updates = 8  # so many updates in a row with a gradient that is not finite (each is skipped) stop the run
 
     c.resets = ConfigDict()  # the controller is blind: it sees the step number, never validation
-    c.resets.every_steps = 0  # reference reset after every so many steps; 0 = never
-    c.resets.optimizer = True  # also start the Optax state afresh (ProRL v1 does, v2 does not)
+    c.resets.every_steps = 0  # a reset after every so many steps; 0 = never
+    c.resets.reference = True  # the reference becomes the policy; False = it is left as it is
+    c.resets.optimizer = "all"  # (ProRL v1), "moments_and_bias", "moments" or "none" (v2): what starts afresh, see docs/resets.md
+    c.resets.warmup_updates = 0  # linear, from every reset on, whatever it resets (no paper has one); 0 = none
 
     # Reward: "module:function", called as function(completion_text, prompt) -> float in [0, 1], in a grader process.
     c.reward = "jaxprorl.rewards.puzzles:exact"  # 1 or 0; `:continuous` pays partial answers too

@@ -68,7 +68,7 @@ def get_config() -> ConfigDict:
     c.optimizer.learning_rate = 2e-6  # P1 section 3.2, constant
     c.optimizer.b2 = 0.999  # choice: AdamW's own, like eps, weight decay 0 and gradient clip 1
     c.resets.every_steps = 250  # choice: P1 resets at a person's judgement, 2,000 steps over eight runs
-    c.resets.optimizer = True  # P1 section 2.3: reference and optimizer state
+    c.resets.optimizer = "all"  # P1 section 2.3: reference and optimizer state
 
     c.checkpoint.every_steps = 25  # choice
     c.mesh.strategy = "fsdp"  # choice

@@ -20,5 +20,5 @@ def get_config() -> ConfigDict:
     c.shaping.cosine_weight = 0.1  # V2 has the term, on and off in turns; its size is unknown (choice), and so are its ends 0 and 1
     c.shaping.cosine_on_steps = 100  # V2's example
     c.shaping.cosine_off_steps = 500  # V2's example
-    c.resets.optimizer = False  # V2: the optimizer state is not cleared; resets every 200 to 500 steps
+    c.resets.optimizer = "none"  # V2: the optimizer state is not cleared; resets every 200 to 500 steps
     return c

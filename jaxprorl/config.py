@@ -107,14 +107,15 @@ NOT_NEGATIVE = (
     "algorithm.kl_coefficient", "algorithm.entropy_bonus", "algorithm.correction_low", "filtering.tolerance",
     "shaping.penalty", "shaping.cosine_weight",
     "shaping.cosine_off_steps", "rollout.max_staleness", "optimizer.cosine_updates", "optimizer.warmup_updates", "optimizer.weight_decay",
-    "resets.every_steps", "checkpoint.keep_every_steps", "checkpoint.keep_best", "validation.every_steps", "evaluation.seed",
+    "resets.every_steps", "resets.warmup_updates", "checkpoint.keep_every_steps", "checkpoint.keep_best", "validation.every_steps",
+    "evaluation.seed",
 )  # fmt: skip
 SHARES = (
     "warmstart.gate_solve_rate", "warmstart.start_solve_rate", "warmstart.start_tolerance", "optimizer.b1", "optimizer.b2",
     "grading.max_error_share",
     "algorithm.clip_low", "shaping.coefficient", "optimizer.final_share",
 )  # fmt: skip
-# Written out, because the tables of `algorithms` take JAX; a test compares them.
+# Written out, because the tables of `algorithms` and `resets` take JAX; a test compares them.
 CHOICES = {
     "on_existing": ("resume", "replace"),
     "model.dtype": ("float32", "bfloat16"),
@@ -133,6 +134,7 @@ CHOICES = {
     "filtering.rule": ("spread", "accuracy"),
     "shaping.stopping": ("off", "overlong", "non_termination", "stop_properly"),
     "optimizer.schedule": ("constant", "cosine"),
+    "resets.optimizer": ("all", "moments_and_bias", "moments", "none"),
 }
 
 
@@ -228,6 +230,13 @@ def _check_objective(config: ConfigDict) -> None:
         "optimizer.cosine_updates",
         updates,
         f"a cosine needs its length in updates, more than optimizer.warmup_updates = {warmup}",
+    )
+    resets = config.resets
+    _require(
+        not resets.every_steps or resets.reference or resets.optimizer != "none",
+        "resets.optimizer",
+        resets.optimizer,
+        "with resets.reference = False a reset would reset nothing; reset one of the two, or never (resets.every_steps = 0)",
     )
 
 

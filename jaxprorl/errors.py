@@ -32,6 +32,10 @@ class NonFiniteError(UserError, RuntimeError):
     """Training has come to numbers that are not finite."""
 
 
+class ResetError(UserError, TypeError):
+    """An optimizer state of which it is unknown what a reset should reset."""
+
+
 class CheckpointError(UserError, RuntimeError):
     """A checkpoint that cannot be written, or read back."""
 

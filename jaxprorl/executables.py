@@ -62,15 +62,7 @@ def compile_all(
             .lower(state, batch, fixed, per_sample)
             .compile()
         ),
-        "reset": lambda: (
-            jax.jit(
-                lambda params, rest: _without_params(reset(replace(rest, params=params), config)),
-                donate_argnums=1,
-                out_shardings=replace(shardings, params={}),
-            )
-            .lower(state.params, _without_params(state))
-            .compile()
-        ),
+        "reset": lambda: compile_reset(config, state, shardings),
     }
     made: dict[str, Any] = {}
     for number, (name, make) in enumerate(parts.items()):
@@ -85,9 +77,23 @@ def compile_all(
         train_step=lambda state, batch, fixed, advantage_PN: made["train_step"](
             state, batch, fixed, jax.device_put(advantage_PN, per_sample.sharding)
         ),
-        # The engine is sampling with the parameters while a reset happens: they are not donated, the rest is.
-        reset=lambda state: replace(made["reset"](state.params, _without_params(state)), params=state.params),
+        reset=made["reset"],
     )
+
+
+def compile_reset(config: ConfigDict, state: TrainState, shardings: TrainState) -> Callable[[TrainState], TrainState]:
+    """The reset of a state. The engine is sampling with the parameters meanwhile: they are not donated, the rest is."""
+    executable = (
+        jax.jit(
+            lambda params, rest: _without_params(reset(replace(rest, params=params), config)),
+            donate_argnums=1,
+            keep_unused=True,  # what starts afresh is not read, and would otherwise keep its memory beside the new arrays
+            out_shardings=replace(shardings, params={}),
+        )
+        .lower(state.params, _without_params(state))
+        .compile()
+    )
+    return lambda state: replace(executable(state.params, _without_params(state)), params=state.params)
 
 
 def _without_params(state: TrainState) -> TrainState:

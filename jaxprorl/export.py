@@ -19,6 +19,7 @@ from jaxprorl.evaluation.statistics import gain_rows
 from jaxprorl.models import hf
 from jaxprorl.models.hf.writer import SHARD_BYTES
 from jaxprorl.models.qwen2 import Qwen2Config, parameter_count
+from jaxprorl.resets.optimizer import what_is_reset
 from jaxprorl.run_folder import FREE_FIELDS, RunFolder
 from jaxprorl.sharding.mesh import make_mesh, param_shardings
 from jaxprorl.start import abstract_params
@@ -134,7 +135,7 @@ def model_card(config: ConfigDict, parameters: int, state: RunState, scores: Map
         "| | |", "| --- | --- |",
         f"| base model | {base} |",
         f"| RL steps | {state.step:,} |",
-        f"| resets of reference{' and optimizer' if config.resets.optimizer else ''} | {state.resets:,} |",
+        f"| resets of {what_is_reset(config)} | {state.resets:,} |",
         f"| sampled tokens | {state.completion_tokens:,} |",
         f"| parameters | {parameters:,} |",
         f"| tensors | {dtype} |",

@@ -21,6 +21,7 @@ from jaxprorl.evaluation.summary import build_summary, peak_memory_bytes, write_
 from jaxprorl.export import write_model
 from jaxprorl.preemption import Preemption
 from jaxprorl.resets.controller import BlindController
+from jaxprorl.resets.optimizer import what_is_reset
 from jaxprorl.rewards.pool import error_share
 from jaxprorl.rollout import surplus
 from jaxprorl.rollout.collect import Rollout, RolloutBatch
@@ -85,9 +86,10 @@ def loop(training: Training, preemption: Preemption) -> None:
         run = record(training, done, state, run, left)
         if resets.due(step):
             state = compiled.reset(state)
-            run = replace(run, resets=run.resets + 1, reference_step=step)
-            recorder.event(step, "reset", optimizer=bool(config.resets.optimizer), reason=f"every {config.resets.every_steps} steps")
-            recorder.progress.note(f"step {step}: reference reset{' with the optimizer' if config.resets.optimizer else ''}")
+            run = replace(run, resets=run.resets + 1, reference_step=step if config.resets.reference else run.reference_step)
+            reset = {"reference": bool(config.resets.reference), "optimizer": config.resets.optimizer}
+            recorder.event(step, "reset", **reset, reason=f"every {config.resets.every_steps} steps")
+            recorder.progress.note(f"step {step}: reset of {what_is_reset(config)}")
 
         batch = rollout.finish()
         check_graders(training, step, batch)

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from jaxprorl.algorithms import correction, kl, losses
 from jaxprorl.models.logprobs import token_log_probs
 from jaxprorl.models.qwen2 import Params
-from jaxprorl.optimizer import learning_rate_schedule, make_optimizer, update_count
+from jaxprorl.optimizer import learning_rate, make_optimizer
 from jaxprorl.state import TrainState
 
 Batch = dict[str, jax.Array]
@@ -143,7 +143,6 @@ def make_train_step(
     Metrics come back per update, [U].
     """
     optimizer = make_optimizer(config)
-    schedule = learning_rate_schedule(config)
 
     def update(state: TrainState, mini_batch: tuple[Batch, jax.Array, jax.Array]) -> tuple[TrainState, Metrics]:
         """One optimizer update from one mini-batch."""
@@ -169,7 +168,7 @@ def make_train_step(
         metrics = update_metrics(sums, tokens, rows["mask"], count, denominator) | {
             "grad_norm": grad_norm,
             "update_norm": optax.tree.norm(updates),
-            "learning_rate": jnp.asarray(schedule(update_count(state.opt_state)), jnp.float32),
+            "learning_rate": learning_rate(state.opt_state, config),
             "updates.skipped": ((count > 0) & ~sound).astype(jnp.int32),
         }
         return jax.tree.map(lambda a, b: jnp.where((count > 0) & sound, a, b), new, state), metrics

@@ -15,6 +15,7 @@ from jaxprorl.algorithms.kl import KL_ESTIMATORS
 from jaxprorl.algorithms.losses import AGGREGATIONS
 from jaxprorl.algorithms.shaping import STOPPING
 from jaxprorl.config import ConfigError
+from jaxprorl.resets.optimizer import OPTIMIZER_SETS
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = str(ROOT / "configs/quickstart.py")
@@ -49,11 +50,11 @@ def test_prorl_v1_and_v2_differ_where_the_papers_do_and_nowhere_else() -> None:
         "algorithm.clip_high": (0.4, 0.28),
         "algorithm.kl_estimator": ("k3", "k2"),
         "shaping.cosine_weight": (0.0, 0.1),
-        "resets.optimizer": (True, False),
+        "resets.optimizer": ("all", "none"),
     }
 
 
-def test_choices_are_those_of_the_algorithms() -> None:
+def test_choices_are_those_of_the_tables() -> None:
     tables = {
         "algorithm.advantage": ADVANTAGES,
         "algorithm.aggregation": AGGREGATIONS,
@@ -61,6 +62,7 @@ def test_choices_are_those_of_the_algorithms() -> None:
         "algorithm.correction": CORRECTIONS,
         "filtering.rule": FILTERS,
         "shaping.stopping": STOPPING,
+        "resets.optimizer": OPTIMIZER_SETS,
     }
     for field, table in tables.items():
         assert config_module.CHOICES[field] == tuple(table), field
@@ -74,6 +76,7 @@ def test_choices_are_those_of_the_algorithms() -> None:
         (["algorithm.correction_high=0.9"], ["algorithm.correction_high = 0.9", "not be below 1"]),
         (["shaping.stopping=overlong", "shaping.buffer_tokens=49"], ["shaping.buffer_tokens = 49", "rollout.max_response_tokens = 48"]),
         (["shaping.cosine_minimum=2.0"], ["shaping.cosine_minimum = 2.0", "shaping.cosine_maximum = 1.0"]),
+        (["resets.reference=False", "resets.optimizer=none"], ["resets.optimizer = 'none'", "resets.reference = False", "reset nothing"]),
         (["optimizer.schedule=cosine"], ["optimizer.cosine_updates = 0", "optimizer.warmup_updates = 8"]),
         (["optimizer.schedule=cosine", "optimizer.cosine_updates=8"], ["optimizer.cosine_updates = 8", "optimizer.warmup_updates = 8"]),
     ],
@@ -94,9 +97,9 @@ def test_a_domain_with_an_unknown_rule_is_refused() -> None:
 
 
 def test_overrides_have_their_fields_type() -> None:
-    config = load("steps=12", "optimizer.learning_rate=1e-5", "run_name=x", "resets.optimizer=False", "data.tasks.chain_sum.min_terms=2")
+    config = load("steps=12", "optimizer.learning_rate=1e-5", "run_name=x", "resets.reference=False", "data.tasks.chain_sum.min_terms=2")
     assert (config.steps, config.optimizer.learning_rate, config.run_name) == (12, 1e-5, "x")
-    assert config.resets.optimizer is False
+    assert config.resets.reference is False
     assert config.data.tasks.chain_sum.min_terms == 2
     assert load("optimizer.learning_rate=1").optimizer.learning_rate == 1.0
 
@@ -125,6 +128,8 @@ WRONG_VALUES = {
     "algorithm.clip_low=1.5": "between 0 and 1",
     "algorithm.clip_high=0.0": "greater than 0",
     "algorithm.kl_coefficient=-0.1": "0 or more",
+    "resets.optimizer=False": "all, moments_and_bias, moments, none",
+    "resets.warmup_updates=-1": "0 or more",
     "algorithm.advantage=gae": "grpo, dr_grpo, rloo, reinforce_pp_trajectory, reinforce_pp_token",
     "algorithm.policy_loss=ppo": "clipped, gspo, reinforce",
     "algorithm.aggregation=mean": "token_mean, sequence_mean, dr_grpo",
@@ -216,7 +221,7 @@ def test_a_value_that_cannot_work_is_refused_with_field_value_and_remedy(overrid
         ("steps=many", ["--config.steps=many"]),
         ("steps=2.5", ["--config.steps=2.5"]),
         ("optimizer.learning_rate=small", ["--config.optimizer.learning_rate=small"]),
-        ("resets.optimizer=perhaps", ["--config.resets.optimizer=perhaps"]),
+        ("resets.reference=perhaps", ["--config.resets.reference=perhaps"]),
         ("rollout=3", ["rollout"]),
     ],
 )

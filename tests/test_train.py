@@ -130,7 +130,10 @@ def test_rl_raises_the_reward(reference: Path) -> None:
 
 def test_resets_come_at_their_steps(reference: Path) -> None:
     events = tiny_run.lines(reference / "events.jsonl")
-    assert [(event["step"], event["optimizer"]) for event in events if event["kind"] == "reset"] == [(2, True), (4, True)]
+    assert [(event["step"], event["reference"], event["optimizer"]) for event in events if event["kind"] == "reset"] == [
+        (2, True, "all"),
+        (4, True, "all"),
+    ]
     metrics = tiny_run.lines(reference / "metrics.jsonl")
     assert [row["reference.age_steps"] for row in metrics] == [0, 1, 0, 1, 0, 1]
 
@@ -146,7 +149,7 @@ def test_validation_is_a_series(reference: Path) -> None:
 def test_events_tell_the_story_in_order(reference: Path) -> None:
     events = tiny_run.lines(reference / "events.jsonl")
     kinds = [event["kind"] for event in events]
-    assert kinds[:8] == ["compile"] * 3 + ["run_start", "data", "warm_start", "evaluation", "evaluation"]
+    assert kinds[:9] == ["compile"] * 4 + ["run_start", "data", "warm_start", "evaluation", "evaluation"]
     assert kinds[-3:] == ["evaluation", "evaluation", "run_end"]
     assert (events[3]["attention"], events[3]["remat"]) == ("naive", "none")  # "auto", for these short rows
     assert [event["policy_version"] for event in events if event["kind"] == "swap"] == [1, 2, 3, 4, 5, 6]
@@ -156,7 +159,7 @@ def test_events_tell_the_story_in_order(reference: Path) -> None:
 def test_stdout_shows_progress_and_the_table(home: Path) -> None:
     stdout = (home / "stdout").read_text()
     assert "step 1/6 reward=" in stdout
-    assert "step 2: reference reset with the optimizer" in stdout
+    assert "step 2: reset of reference and optimizer" in stdout
     assert "number_filtering" in stdout.split("before", 1)[1]
     assert stdout.endswith("6 steps are done; report: runs/tiny/report.html\n")
 

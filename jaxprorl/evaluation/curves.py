@@ -69,7 +69,7 @@ CURVES = (
         "KL to the reference",
         "nats per token",
         (("kl.k3", "k3"), ("kl.k1", "k1")),
-        "Zero after a reset: the reference is the policy again. k3 jumps when one improbable token is drawn; k1 is the calmer gauge.",
+        "Zero after a reset of the reference: it is the policy again. k3 jumps when one improbable token is drawn; k1 is the calmer gauge.",
         log=True,
     ),
     Curve("Entropy", "nats per token", (("entropy", "entropy"),), "How undecided the policy still is; zero means nothing left to explore."),

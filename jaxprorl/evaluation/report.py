@@ -167,7 +167,7 @@ def _curves(rows: Sequence[Mapping[str, Any]], resets: Sequence[int]) -> str:
             figures.append(f"<figure><h3>{escape(curve.title)}</h3>{svg}{note}</figure>")
     if not figures:
         return "<p>No metrics were recorded.</p>"
-    said = '<p class="soft">The <span class="mark">dashed lines</span> mark resets of the reference policy.</p>' if resets else ""
+    said = '<p class="soft">The <span class="mark">dashed lines</span> mark resets.</p>' if resets else ""
     return said + f'<div class="grid">{"".join(figures)}</div>'
 
 

@@ -43,7 +43,7 @@ def build_summary(
         before, after: results of `solve_summary` on the held-out split, sampled.
         greedy_before, greedy_after: the same, decoded greedily.
         steps: RL steps done, over all interruptions.
-        resets: reference resets done.
+        resets: resets done.
         completion_tokens_per_s: sampled tokens of the RL phase over its sampling time.
         seconds: wall-clock of `warm_start`, `rl`, `evaluation` and `total`.
         peak_memory_bytes: see the function of that name.

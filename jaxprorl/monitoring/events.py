@@ -21,7 +21,10 @@ EVENTS: dict[str, tuple[str, str]] = {
     "data": ("splits made and compared", "train, validation, held_out (items), duplicates_removed?, fingerprint?"),
     "compile": ("an executable was built before the loop", "name, shapes?, time_s?"),
     "evaluation": ("held-out split graded", "when (before or after), temperature, solve_rate, mean_score, per_task?"),
-    "reset": ("the reference became the policy", "optimizer (bool: Optax state started afresh), reason"),
+    "reset": (
+        "reference, optimizer or both reset",
+        "reference (bool: it became the policy), optimizer (what of it, docs/resets.md), reason",
+    ),
     "drop": ("groups without a signal left the batch", "prompt_ids, all_correct?, all_wrong?"),
     "refill": ("more prompts drawn to fill the batch", "round, prompts (count)"),
     "cap_reached": ("no more prompts may be drawn this step", "drawn, kept, wanted"),

@@ -68,8 +68,8 @@ def run(tmp_path) -> Path:
         events.append(4, "refill", round=1, prompts=16)
         events.append(5, "drop", prompt_ids=[1, 2])
         events.append(10, "validation", solve_rate=0.25, mean_score=0.5)
-        events.append(15, "reset", optimizer=True, reason=EVIL)
-        events.append(20, "reset", optimizer=True, reason="schedule")
+        events.append(15, "reset", reference=True, optimizer="all", reason=EVIL)
+        events.append(20, "reset", reference=True, optimizer="all", reason="schedule")
     (folder / "warm_start.json").write_text(
         json.dumps({"explanation": f"Careless answers {EVIL}.\n\nA change of habit.", "updates": 3550, "careless_share": 0.55})
     )

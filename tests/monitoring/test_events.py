@@ -12,10 +12,10 @@ def test_a_line(tmp_path):
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log:
         log.append(3, "drop", prompt_ids=np.array([5, 2]), all_correct=np.int64(1))
-        log.append(3, "reset", reason="schedule", optimizer=True)
+        log.append(3, "reset", reason="schedule", reference=True, optimizer="all")
     assert path.read_text() == (
         '{"step": 3, "kind": "drop", "all_correct": 1, "prompt_ids": [5, 2]}\n'
-        '{"step": 3, "kind": "reset", "optimizer": true, "reason": "schedule"}\n'
+        '{"step": 3, "kind": "reset", "optimizer": "all", "reason": "schedule", "reference": true}\n'
     )
 
 

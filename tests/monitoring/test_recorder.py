@@ -119,7 +119,7 @@ def test_tensorboard_is_written_when_wanted(config: ConfigDict, tmp_path: Path, 
     config.monitoring.tensorboard = wanted
     with recorder(config, tmp_path) as log:
         log.step(0, {"reward.mean": 0.25})
-        log.event(0, "reset", optimizer=True, reason="test")
+        log.event(0, "reset", reference=True, optimizer="all", reason="test")
     assert (tmp_path / "tensorboard").exists() is wanted
 
 

@@ -36,7 +36,7 @@ def logs(folder):
         metrics.append(2, {"reward.mean": 0.5, "time.step_s": 3.0})
     with EventLog(folder / "events.jsonl") as events:
         events.append(2, "swap", policy_version=2)
-        events.append(2, "reset", optimizer=True, reason="schedule")
+        events.append(2, "reset", reference=True, optimizer="all", reason="schedule")
     return folder / "metrics.jsonl", folder / "events.jsonl"
 
 

@@ -16,6 +16,12 @@ def jax_with(extra: str) -> list[str]:
     return [line.replace("jax==", f"jax[{extra}]==", 1) for line in requirements("requirements.txt") if line.startswith("jax==")]
 
 
+def gpu_compiler() -> list[str]:
+    """The packages that compile for GPUs without having one, at the pins of jax itself."""
+    names = ("jax-cuda12-plugin", "jax-cuda12-pjrt")
+    return [line.replace("jax", name, 1) for name in names for line in requirements("requirements.txt") if line.startswith("jax==")]
+
+
 setup(
     name="jaxprorl",
     version="0.1.0",
@@ -24,5 +30,10 @@ setup(
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["jaxprorl", "jaxprorl.*", "configs", "configs.*"]),
     install_requires=requirements("requirements.txt"),
-    extras_require={"gpu": jax_with("cuda12"), "tpu": jax_with("tpu"), "test": requirements("requirements-test.txt")},
+    extras_require={
+        "gpu": jax_with("cuda12"),
+        "gpu-compiler": gpu_compiler(),
+        "tpu": jax_with("tpu"),
+        "test": requirements("requirements-test.txt"),
+    },
 )

@@ -29,13 +29,9 @@ def get_config() -> ConfigDict:
     c.model.max_position_embeddings = 512  # longest context, tokens
     c.model.reference_dtype = "float32"  # of the reference policy's copy: "bfloat16" halves it
     c.model.dtype = "float32"  # compute dtype: "float32" or "bfloat16"; parameters and optimizer stay float32
-    c.model.attention = (
-        "auto"  # in training: "naive", "chunked", "triton", "splash" or "cudnn"; auto = by devices and shapes (docs/attention.md)
-    )
+    c.model.attention = "auto"  # "naive", "chunked", "triton", "splash" or "cudnn"; "auto" = by devices and shapes (docs/attention.md)
     c.model.attention_chunk_tokens = 128  # of "chunked": queries and keys at a time; its memory grows with it
-    c.model.remat = (
-        "none"  # what a layer computes again to save memory, least to most: "none", "dots", "attention", "full" (docs/attention.md)
-    )
+    c.model.remat = "none"  # "none", "dots", "attention" or "full": what a layer computes again to save memory (docs/attention.md)
 
     # Prompts. Splits come from seed ranges far apart (neighbouring reasoning-gym seeds share items) and are compared by hash at start.
     c.data = ConfigDict()

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 NO_REFERENCE = "no second environment"
 NO_TIME = "no time left for long tests"
 NO_ROOM = "too little memory or disk is free"
+NO_COMPILER = "no accelerator compiler"
 START = pytest.StashKey[float]()
 
 # The reference computes in float32 on one thread (more threads fight over busy cores), eagerly, and asks no hub.
@@ -63,7 +64,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Skips that hide something are counted where they cannot be missed."""
     reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
-    for words, meaning in ((NO_REFERENCE, "parity tests"), (NO_TIME, "long tests"), (NO_ROOM, "large tests")):
+    kinds = (
+        (NO_REFERENCE, "parity tests"),
+        (NO_TIME, "long tests"),
+        (NO_ROOM, "large tests"),
+        (NO_COMPILER, "compile tests"),
+    )
+    for words, meaning in kinds:
         count = sum(words in reason for reason in reasons)
         if count:
             terminalreporter.write_sep("!", f"{count} {meaning} SKIPPED: {words}", red=True, bold=True)

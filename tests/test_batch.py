@@ -113,6 +113,17 @@ def test_everything_lies_in_the_micro_batches_that_are_in_use() -> None:
     assert (arrays["micro_batches"] < micro_batches_per_update(config)).all()  # packing is worth something
 
 
+def test_without_packing_rows_hold_one_sequence_each_from_their_first_token_on() -> None:
+    groups = random_groups(4)
+    packed, alone = (host_batch(tiny_config(batch__packing=packing), groups, np.ones((4, 4), np.float32)) for packing in (True, False))
+    assert packed["segment_ids"].max() > 1
+    assert alone["segment_ids"].max() == 1
+    assert (np.diff(alone["segment_ids"], axis=-1) <= 0).all()  # padding follows
+    for update in range(2):
+        assert sorted(map(str, sequences(alone, update))) == sorted(map(str, sequences(packed, update)))
+        assert alone["micro_batches"][update] == 2  # two groups of four samples, four rows each
+
+
 @pytest.mark.parametrize("groups", [0, 1, 5])
 @pytest.mark.parametrize("strategy", ["dp", "fsdp"])
 def test_a_batch_has_the_shapes_and_shardings_that_were_compiled_for(groups: int, strategy: str) -> None:

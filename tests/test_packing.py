@@ -36,6 +36,13 @@ def test_rows_are_filled_longest_first() -> None:
     assert assign_rows([], 4) == []
 
 
+def test_without_packing_every_sequence_has_a_row_of_its_own() -> None:
+    assert assign_rows([1, 4, 2], 4, packing=False) == [[0], [1], [2]]
+    assert assign_rows([], 4, packing=False) == []
+    with pytest.raises(ValueError, match="sequence 1 has 5 tokens, a row holds 4"):
+        assign_rows([1, 5], 4, packing=False)
+
+
 def test_a_sequence_longer_than_a_row_is_refused_with_its_length() -> None:
     assert assign_rows([10], 10) == [[0]]
     with pytest.raises(ValueError, match="sequence 1 has 11 tokens, a row holds 10"):

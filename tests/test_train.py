@@ -148,6 +148,7 @@ def test_events_tell_the_story_in_order(reference: Path) -> None:
     kinds = [event["kind"] for event in events]
     assert kinds[:8] == ["compile"] * 3 + ["run_start", "data", "warm_start", "evaluation", "evaluation"]
     assert kinds[-3:] == ["evaluation", "evaluation", "run_end"]
+    assert (events[3]["attention"], events[3]["remat"]) == ("naive", "none")  # "auto", for these short rows
     assert [event["policy_version"] for event in events if event["kind"] == "swap"] == [1, 2, 3, 4, 5, 6]
     assert [event["checkpoint_step"] for event in events if event["kind"] == "checkpoint"] == [2, 4, 6]
 
@@ -244,6 +245,16 @@ def test_another_config_on_the_same_folder_is_refused_by_field(finished: Path, p
     assert "on_existing=replace" in ended.stderr
     assert ended.stderr.count("\n") == 1
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+
+
+def test_an_attention_that_these_devices_cannot_run_is_refused_before_any_work(place: Path) -> None:
+    ended = tiny_run.Command(place, "model.attention=splash").wait()
+    assert ended.status == 2
+    assert ended.stderr == (
+        "error: model.attention = 'splash': it runs on TPUs only, these devices are CPUs. "
+        "'auto' chooses what fits, 'chunked' runs anywhere\n"
+    )
+    assert not tiny_run.lines(place / "runs/tiny/events.jsonl")
 
 
 # The reward of a user: it knows the fields of the user's file, and sometimes fails.

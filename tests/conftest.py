@@ -64,13 +64,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Skips that hide something are counted where they cannot be missed."""
     reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
-    kinds = (
-        (NO_REFERENCE, "parity tests"),
-        (NO_TIME, "long tests"),
-        (NO_ROOM, "large tests"),
-        (NO_COMPILER, "compile tests"),
-    )
-    for words, meaning in kinds:
+    hidden = ((NO_REFERENCE, "parity tests"), (NO_TIME, "long tests"), (NO_ROOM, "large tests"), (NO_COMPILER, "compile tests"))
+    for words, meaning in hidden:
         count = sum(words in reason for reason in reasons)
         if count:
             terminalreporter.write_sep("!", f"{count} {meaning} SKIPPED: {words}", red=True, bold=True)

@@ -63,14 +63,15 @@ SLOW = """
 import sys, time
 from jaxprorl.preemption import Preemption
 with Preemption(float(sys.argv[1])) as preemption:
-    print("ready", flush=True)
     if sys.argv[2] == "guarded":
         with preemption.guarded():
+            print("ready", flush=True)
             while not preemption.requested: time.sleep(0.01)
             print("saving", flush=True)
             time.sleep(60)
     else:
         try:
+            print("ready", flush=True)  # here: a signal before the try would find no clean-up to do
             time.sleep(60)
         finally:
             print("saving", flush=True)
@@ -79,7 +80,7 @@ with Preemption(float(sys.argv[1])) as preemption:
 
 
 @pytest.mark.parametrize("where", ["guarded", "outside"])
-@pytest.mark.parametrize(("save_within_s", "second"), [(LONG_S, signal.SIGUSR1), (LONG_S, signal.SIGTERM), (0.5, None)])
+@pytest.mark.parametrize(("save_within_s", "second"), [(LONG_S, signal.SIGUSR1), (LONG_S, signal.SIGTERM), (3.0, None)])
 def test_a_second_signal_or_the_end_of_the_time_leaves_at_once(where: str, save_within_s: float, second: int | None) -> None:
     command = [sys.executable, "-c", SLOW, str(save_within_s), where]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -90,8 +91,9 @@ def test_a_second_signal_or_the_end_of_the_time_leaves_at_once(where: str, save_
         if second:
             process.send_signal(second)
         assert process.wait(30) == EXIT_STATUS
-    assert time.perf_counter() - started_s < 5
-    assert second or time.perf_counter() - started_s >= 0.4
+    seconds = time.perf_counter() - started_s
+    assert seconds < 30
+    assert second or seconds >= 2.9
 
 
 @pytest.fixture(scope="module")

@@ -75,6 +75,7 @@ for seed, (name, config) in enumerate(models.items()):
     make(f"{folder}/{name}", config, seed)
     model = load(f"{folder}/{name}", torch.float32)
     answer(name, model, "float32")
+    outputs[f"{name}|frequencies"] = model.model.rotary_emb.inv_freq.numpy()
     outputs[f"{name}|tables"] = torch.stack(model.model.rotary_emb(torch.zeros(1), positions)).numpy()
 widen()
 for name in models:
@@ -159,7 +160,11 @@ def test_logits_at_far_positions(run_reference: Callable[..., dict[str, np.ndarr
         _, params = read_checkpoint(tmp_path / name)
         ours = {dtype: our_logits(c, params, tokens, positions, np.ones_like(tokens), dtype) for dtype in ("float64", "float32")}
         exact, exact_our_tables = reference[f"{name}|float64"], reference[f"{name}|float64, our tables"]
-        angles = positions[..., None] * np.tile(c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim), 2)
+        frequencies = c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
+        off = np.abs(reference[f"{name}|frequencies"] - frequencies) / np.spacing(frequencies.astype(np.float32))
+        count = np.sum(off > 0.5)
+        print(f"frequencies, float32, {name}: transformers' {count} of 64 not nearest, up to {off.max():.1f} units in the last place off")
+        angles = positions[..., None] * np.tile(frequencies, 2)
         exact_tables = np.stack([np.cos(angles), np.sin(angles)])
         for row, where in enumerate(FAR_POSITIONS):
             scale = largest(exact[row])

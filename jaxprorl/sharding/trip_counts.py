@@ -9,7 +9,7 @@ from jaxprorl.sharding.hlo import Computation, Instruction, Module
 # (number of a parameter, element of its tuple or None for a scalar) -> its value; None = not known.
 Arguments = Callable[[int, int | None], int | None]
 
-MAX_TURNS = 100_000  # a counter is not followed further
+MAX_TURNS = 10_000  # a counter is not followed further
 SAME = ("copy", "bitcast", "convert", "opt-barrier", "copy-done", "reshape")  # as integers
 BINARY: dict[str, Callable[[int, int], int]] = {
     "add": operator.add,

@@ -10,7 +10,7 @@ from jaxprorl.sharding.hlo import Computation, Instruction, Module
 Arguments = Callable[[int, int | None], int | None]
 
 MAX_TURNS = 10_000  # a counter is not followed further
-SAME = ("copy", "bitcast", "convert", "opt-barrier", "copy-done", "reshape")  # as integers
+SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert")  # as their operand, for integers
 BINARY: dict[str, Callable[[int, int], int]] = {
     "add": operator.add,
     "subtract": operator.sub,

@@ -255,6 +255,20 @@ def test_nested_loops_multiply_and_know_what_no_turn_changes() -> None:
     assert (found.executions, found.total_wire_bytes) == (20, 20 * 96 * 1.5)
 
 
+def test_an_inner_loop_that_starts_where_the_outer_one_stands_is_unknown() -> None:
+    lines = ("%seven = s32[] constant(7)", "%s = (s32[], s32[], f32[6,4]) tuple(%zero, %seven, %x)")
+    triangle = LOOPS.replace("tuple(%two, %n, %x)", "tuple(%i, %n, %x)")
+    with pytest.raises(HloError, match=r"loop w \(inner\)"):
+        read(*lines, f"%w = (s32[], s32[], f32[6,4]) {WHILE.format('%s', '%outer')}", computations=triangle)
+
+
+def test_a_loops_condition_runs_once_more_than_its_body() -> None:
+    lines = ("%seven = s32[] constant(7)", "%s = (s32[], s32[], f32[6,4]) tuple(%zero, %seven, %x)")
+    asks = "%x = f32[6,4] get-tuple-element(%p), index=2\n  %all = f32[6,4] all-reduce(%x), to_apply=%sum\n  ROOT %less"
+    found = read(*lines, f"%w = (s32[], s32[], f32[6,4]) {WHILE.format('%s', '%inner')}", computations=LOOPS.replace("ROOT %less", asks))
+    assert {c.name: c.executions for c in found} == {"all": 8, "y": 7}
+
+
 def test_a_loop_of_unknown_turns_is_refused_unless_the_caller_says_how_many() -> None:
     line = f"%w = (s32[], s32[], f32[6,4]) {WHILE.format('%t', '%outer')}"
     with pytest.raises(HloError, match=r"loop w \(inner\) holds 1 collectives, y first, .* unknown_trips = 1"):

@@ -16,6 +16,7 @@ ENTRY %main-2 (x: f32[4]) -> f32[4] {
   %x = f32[4]{0} parameter(0)
   %t = (s32[], f32[4]) custom-call(), custom_call_target="a", called_computations={%inner, %inner}
   ROOT %fusion = f32[4]{0} fusion(%x, %t), kind=kLoop, calls=%inner, backend_config={"calls":"b)"}
+  %after = token[] after-all()
 }
 """
 

@@ -1,7 +1,7 @@
 import pytest
 
 from jaxprorl.sharding.hlo import parse_module
-from jaxprorl.sharding.trip_counts import nothing_known, trip_count
+from jaxprorl.sharding.trip_counts import SAME, nothing_known, trip_count
 
 # A loop as TPU prints it: nothing says how often it turns. `step` and `goes_on` see the tuple's elements %i, %n and %j.
 LOOP = """
@@ -71,6 +71,14 @@ def test_limits_in_the_tuple_and_steps_in_fusions() -> None:
     assert turns(step="fusion(%i, %by), kind=kLoop, calls=%one_more") == 5
     assert turns(step="call(%i, %by), to_apply=%one_more") == 5
     assert turns(limit=30, step="add(%i, %n)") == 5
+
+
+@pytest.mark.parametrize("opcode", SAME)
+def test_a_copy_is_what_it_copies(opcode: str) -> None:
+    text = LOOP.format(first=0, limit=5, goes_on=BELOW_LIMIT, step="add(%i, %by)", by=1).replace("copy(", f"{opcode}(")
+    module = parse_module(text)
+    main = module.computations["main"]
+    assert trip_count(module, main, main.instructions["loop"], nothing_known) == 5
 
 
 def test_a_loop_that_depends_on_data_or_never_ends_is_unknown() -> None:

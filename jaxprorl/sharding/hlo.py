@@ -6,6 +6,8 @@ import re
 
 import numpy as np
 
+from jaxprorl.errors import UserError
+
 Groups = tuple[tuple[int, ...], ...]
 
 COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
@@ -14,7 +16,7 @@ ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 WIDTH_BITS = {"pred": 8, "token": 0, "opaque": 0, "f8": 8, "f4": 4}  # of types that do not carry it at their end
 
 
-class HloError(ValueError):
+class HloError(UserError, ValueError):
     """HLO that cannot be read, or whose meaning is not certain."""
 
 

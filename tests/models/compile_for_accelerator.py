@@ -1,17 +1,16 @@
 """Compiles one forward and backward pass for accelerators that are not there: TARGET ATTENTION REMAT, e.g. `h100 triton none`.
 
-A process of its own with the environment of `test_compile_for_accelerator.py`, as that must be set before JAX is imported. Prints JSON.
+A process of its own with the environment of `accelerators.py`, as that must be set before JAX is imported. Prints JSON.
 """
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from compile_program import devices
 from flax import nnx
-from jax.experimental import topologies
 
 from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import Qwen2Config, build, declarations
@@ -24,19 +23,12 @@ ROW_TOKENS = 2560  # no other dimension, nor a sum of some, has this size
 target, attention, remat = sys.argv[1:]
 
 
-def devices() -> list[jax.Device]:
-    if target == "h100":
-        config = (Path(__file__).parent / "data/h100_target_config.txtpb").read_text()
-        return list(topologies.get_topology_desc("1x1x8", platform="cuda", topology="1x1x8", target_config=config).devices)
-    return list(topologies.get_topology_desc("v5e:2x4", platform="tpu").devices)
-
-
 def loss(params: Any, *ids: jax.Array) -> jax.Array:
     model: Any = nnx.merge(graphdef, params)
     return jnp.sum(model(*ids).astype(jnp.float32) ** 2)
 
 
-mesh = make_mesh("fsdp", devices())
+mesh = make_mesh("fsdp", devices(target))
 compute = Compute("bfloat16", attention, remat=remat, mesh=mesh)
 graphdef = build(MODEL, compute)
 shardings = param_shardings(MODEL, mesh, "fsdp")

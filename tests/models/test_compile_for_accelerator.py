@@ -1,35 +1,16 @@
-"""The kernels compile for H100 and TPU v5e; only compilers are needed, `pip install '.[gpu-compiler]'` or '.[tpu]'."""
+"""The kernels compile for H100 and TPU v5e; only compilers are needed, see `accelerators.py`."""
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NO_COMPILER
-
-HERE = Path(__file__).parent
-PACKAGES = {"h100": ("jax_cuda12_plugin", "gpu-compiler"), "v5e": ("libtpu", "tpu")}
-EVERYWHERE = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parents[1]), "TF_CPP_MIN_LOG_LEVEL": "3"}
-ENVIRONMENT = {
-    # XLA's own Triton matmuls are chosen by trying them on a GPU; without one some cannot be compiled.
-    "h100": EVERYWHERE | {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false"},
-    # Nothing asks for a host's metadata, and other processes may use libtpu at the same time.
-    "v5e": EVERYWHERE | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
-}
+from accelerators import run_for
 
 
 def compiled(target: str, attention: str, remat: str = "none") -> dict[str, Any]:
-    package, extra = PACKAGES[target]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{NO_COMPILER}: {package} is not installed; it is in the extra '{extra}'")
-    program = [sys.executable, HERE / "compile_for_accelerator.py", target, attention, remat]
-    done = subprocess.run(program, env=os.environ | ENVIRONMENT[target], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    program = Path(__file__).parent / "compile_for_accelerator.py"
+    result: dict[str, Any] = json.loads(run_for(target, program, target, attention, remat).splitlines()[-1])
     return result
 
 

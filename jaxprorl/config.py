@@ -285,7 +285,8 @@ def _check_shapes(config: ConfigDict) -> None:
     group = rollout.samples_per_prompt * devices
     _require(
         rollout.slots % group == 0, "rollout.slots", rollout.slots,
-        f"must divide by rollout.samples_per_prompt x {devices} devices that share rows = {group}:  {-(-rollout.slots // group) * group}",
+        f"must divide by rollout.samples_per_prompt x the {devices} devices that share rows = {group}, "
+        f"e.g. {-(-rollout.slots // group) * group}",
     )  # fmt: skip
     rows = batch.micro_batch_rows
     _require(rows % devices == 0, "batch.micro_batch_rows", rows, f"must divide by the {devices} devices that share the rows")

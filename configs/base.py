@@ -162,9 +162,13 @@ def get_config() -> ConfigDict:
     c.checkpoint.accept = ""  # what may differ from the run being resumed, comma-separated: fields of this file, data, tokenizer, reward
     c.checkpoint.save_within_s = 60.0  # after SIGTERM or SIGUSR1: finish the step, save and leave within this time
 
-    c.mesh = ConfigDict()
-    c.mesh.strategy = "dp"  # table in jaxprorl/sharding/strategies.py
-    c.mesh.cpu_devices = 2  # host devices when JAX runs on CPU; batch.micro_batch_rows and rollout.slots divide by it
+    c.mesh = ConfigDict()  # devices as a grid (docs/sharding.md); sizes of 0 are chosen by the strategy, which fills one axis with the rest
+    c.mesh.strategy = "dp"  # table in jaxprorl/sharding/strategies.py: "dp", "fsdp", "zero1", "tp", "fsdp_tp" or "fsdp_cp"
+    c.mesh.data = 0  # copies of everything; rows of a batch are split over data x fsdp
+    c.mesh.fsdp = 0  # parameters, gradients and moments are split over it
+    c.mesh.tensor = 0  # heads, MLP and vocabulary are split over it
+    c.mesh.context = 0  # tokens of a row are split over it
+    c.mesh.cpu_devices = 2  # host devices when JAX runs on CPU; rows of a micro-batch and rollout.slots divide by data x fsdp
 
     c.monitoring = ConfigDict()
     c.monitoring.progress = True  # live view in the terminal (plain lines when it is not a terminal)

@@ -12,7 +12,7 @@ from jaxprorl.algorithms.kl import in_reward_kl
 from jaxprorl.algorithms.losses import aggregation_weights
 from jaxprorl.packing import Sample, assign_rows, pack
 from jaxprorl.rollout.groups import graded, response_tokens, shaped
-from jaxprorl.sharding.mesh import batch_sharding, replicated
+from jaxprorl.sharding.mesh import replicated, token_sharding
 from jaxprorl.types import Group
 from jaxprorl.update import Batch
 
@@ -30,7 +30,7 @@ def batch_shapes(config: ConfigDict, mesh: Mesh) -> dict[str, jax.ShapeDtypeStru
     """Shapes and shardings of a batch, for compilation; see `host_batch`."""
     updates, whole = config.batch.updates, replicated(mesh)
     shape = (updates, micro_batches_per_update(config), config.batch.micro_batch_rows, config.batch.row_tokens)
-    rows = batch_sharding(mesh, leading=2)
+    rows = token_sharding(mesh, leading=2)
     arrays = {name: jax.ShapeDtypeStruct(shape, "int32", sharding=rows) for name in INT_NAMES}
     arrays |= {name: jax.ShapeDtypeStruct(shape, "float32", sharding=rows) for name in FLOAT_NAMES}
     return arrays | {

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from jaxprorl.data import reasoning_gym
 from jaxprorl.errors import ConfigError, DataError, RewardError
 from jaxprorl.models.compute import ATTENTION, REMAT
 from jaxprorl.rewards import puzzles, registry
-from jaxprorl.sharding.strategies import STRATEGIES
+from jaxprorl.sharding.strategies import AXES, BATCH_AXES, STRATEGIES, mesh_sizes
 
 HINT = "every field, with its type and unit, is in configs/base.py"
 
@@ -109,6 +110,7 @@ NOT_NEGATIVE = (
     "shaping.cosine_off_steps", "rollout.max_staleness", "optimizer.cosine_updates", "optimizer.warmup_updates", "optimizer.weight_decay",
     "resets.every_steps", "resets.warmup_updates", "checkpoint.keep_every_steps", "checkpoint.keep_best", "validation.every_steps",
     "evaluation.seed",
+    "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.context",
 )  # fmt: skip
 SHARES = (
     "warmstart.gate_solve_rate", "warmstart.start_solve_rate", "warmstart.start_tolerance", "optimizer.b1", "optimizer.b2",
@@ -261,7 +263,14 @@ def _check_tasks(config: ConfigDict) -> None:
 
 
 def _check_shapes(config: ConfigDict) -> None:
-    rollout, batch, model, devices = config.rollout, config.batch, config.model, config.mesh.cpu_devices
+    rollout, batch, model, mesh = config.rollout, config.batch, config.model, config.mesh
+    sizes = {axis: max(1, mesh[axis]) for axis in AXES}
+    try:
+        mesh_sizes(mesh.strategy, sizes, math.prod(sizes.values()))  # how many devices there are is known only at start
+    except ValueError as error:
+        raise ConfigError(f"mesh.{error}") from None
+    rest = max(1, mesh.cpu_devices // math.prod(sizes.values()))
+    devices = sizes["data"] * sizes["fsdp"] * (rest if STRATEGIES[mesh.strategy].fills in BATCH_AXES else 1)  # they share the rows
     context = rollout.max_prompt_tokens + rollout.max_response_tokens
     together = f"rollout.max_prompt_tokens + rollout.max_response_tokens = {context}"
     _require(batch.row_tokens >= context, "batch.row_tokens", batch.row_tokens, f"a row must hold the longest sequence, {together}")
@@ -276,7 +285,7 @@ def _check_shapes(config: ConfigDict) -> None:
         context_rows = config.warmstart.row_tokens
         _require(context_rows >= context, "warmstart.row_tokens", context_rows, f"a row must hold the longest demonstration, {together}")
         rows = config.warmstart.rows
-        _require(rows % devices == 0, "warmstart.rows", rows, f"must divide by mesh.cpu_devices = {devices}")
+        _require(rows % devices == 0, "warmstart.rows", rows, f"must divide by the {devices} devices that share the rows")
     chunk = rollout.decode_chunk_tokens
     _require(
         rollout.max_response_tokens % chunk == 0, "rollout.decode_chunk_tokens", chunk,
@@ -285,8 +294,9 @@ def _check_shapes(config: ConfigDict) -> None:
     group = rollout.samples_per_prompt * devices
     _require(
         rollout.slots % group == 0, "rollout.slots", rollout.slots,
-        f"must divide by rollout.samples_per_prompt x mesh.cpu_devices = {group}, e.g. {-(-rollout.slots // group) * group}",
+        f"must divide by rollout.samples_per_prompt x the {devices} devices that share rows = {group}, "
+        f"e.g. {-(-rollout.slots // group) * group}",
     )  # fmt: skip
     rows = batch.micro_batch_rows
-    _require(rows % devices == 0, "batch.micro_batch_rows", rows, f"must divide by mesh.cpu_devices = {devices}")
+    _require(rows % devices == 0, "batch.micro_batch_rows", rows, f"must divide by the {devices} devices that share the rows")
     _require(batch.prompts >= batch.updates, "batch.updates", batch.updates, f"each update needs a group, batch.prompts = {batch.prompts}")

@@ -16,7 +16,7 @@ from jaxprorl.models.qwen2 import Qwen2Config, build
 from jaxprorl.monitoring.recorder import Recorder
 from jaxprorl.resets.optimizer import reset
 from jaxprorl.rollout.jax_engine import JaxEngine
-from jaxprorl.sharding.mesh import replicated
+from jaxprorl.sharding.mesh import moment_shardings, replicated
 from jaxprorl.state import TrainState
 from jaxprorl.update import Batch, Fixed, Metrics, make_log_probs, make_train_step
 
@@ -50,6 +50,7 @@ def compile_all(
     """Compiles the engine and the executables of the loop. `fresh`: a new run, whose log tells of it."""
     graphdef, whole = build(model_config, compute), replicated(mesh)
     batch, per_sample = batch_shapes(config, mesh), per_sample_shape(config, mesh)
+    gradients = moment_shardings(model_config, mesh, config.mesh.strategy)
     log_probs = make_log_probs(graphdef, config)
     names = jax.eval_shape(log_probs, state.params, state.reference, batch)[0]
     fixed = dict.fromkeys(names, batch["mask"])  # one number per token, where the token is
@@ -58,7 +59,7 @@ def compile_all(
         "engine": lambda: engine.compile(state.params, [config.rollout.samples_per_prompt, 1]),
         "log_probs": lambda: jax.jit(log_probs, out_shardings=(rows, whole)).lower(state.params, state.reference, batch).compile(),
         "train_step": lambda: (
-            jax.jit(make_train_step(graphdef, config), donate_argnums=0, out_shardings=(shardings, whole))
+            jax.jit(make_train_step(graphdef, config, gradients), donate_argnums=0, out_shardings=(shardings, whole))
             .lower(state, batch, fixed, per_sample)
             .compile()
         ),

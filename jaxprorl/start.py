@@ -216,7 +216,11 @@ def prepare_devices(config: ConfigDict) -> Mesh:
     set_cpu_devices(config)
     for name in use_compilation_cache(Path(config.cache_dir) / "xla"):
         print(f"{config.cache_dir}: removed the torn cache entry {name}; it is compiled again")
-    return make_mesh(config.mesh.strategy)
+    sizes = {"data": config.mesh.data, "fsdp": config.mesh.fsdp, "tensor": config.mesh.tensor, "context": config.mesh.context}
+    try:
+        return make_mesh(config.mesh.strategy, sizes=sizes)
+    except ValueError as error:
+        raise ConfigError(f"mesh.{error}") from None
 
 
 def base_model(config: ConfigDict, mesh: Mesh, progress: Progress, items: Items | None = None) -> tuple[Path, bool]:

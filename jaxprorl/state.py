@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from jaxprorl.models.qwen2 import Params, Qwen2Config
 from jaxprorl.optimizer import make_optimizer
-from jaxprorl.sharding.mesh import like_params, param_shardings
+from jaxprorl.sharding.mesh import like_params, moment_shardings, param_shardings
 
 
 @jax.tree_util.register_dataclass
@@ -56,9 +56,10 @@ class RunState:
 def state_shardings(config: ConfigDict, model_config: Qwen2Config, mesh: Mesh) -> TrainState:
     """A TrainState of shardings."""
     params = param_shardings(model_config, mesh, config.mesh.strategy)
+    moments = moment_shardings(model_config, mesh, config.mesh.strategy)
     abstract = {name: jax.ShapeDtypeStruct((), "float32") for name in params}
     opt_state = jax.eval_shape(make_optimizer(config).init, abstract)
-    return TrainState(params, params, like_params(opt_state, abstract, params, mesh))
+    return TrainState(params, params, like_params(opt_state, abstract, moments, mesh))
 
 
 def reference_of(params: Params, config: ConfigDict) -> Params:

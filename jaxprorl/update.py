@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding
 from ml_collections import ConfigDict
 
 from jaxprorl.algorithms import correction, kl, losses
@@ -40,7 +41,7 @@ def batch_log_probs(graphdef: nnx.GraphDef, params: Params, rows: Batch, tempera
     """logp_BS and entropy_BS of the response tokens of packed rows under `params`; 0 elsewhere."""
     model = nnx.merge(graphdef, params)
     hidden_BSD = model(rows["tokens"], rows["positions"], rows["segment_ids"])
-    return token_log_probs(hidden_BSD, model.head(), rows["targets"], temperature, rows["mask"], model.compute.mesh)
+    return token_log_probs(hidden_BSD, model.head(), rows["targets"], temperature, rows["mask"], model.compute.mesh, model.compute.table)
 
 
 def computes_old(config: ConfigDict) -> bool:
@@ -134,13 +135,13 @@ def objective(
 
 
 def make_train_step(
-    graphdef: nnx.GraphDef, config: ConfigDict
+    graphdef: nnx.GraphDef, config: ConfigDict, gradient_shardings: dict[str, NamedSharding] | None = None
 ) -> Callable[[TrainState, Batch, Fixed, jax.Array], tuple[TrainState, Metrics]]:
     """The K updates of one rollout batch, to be jitted with the state donated: (state, batch, fixed, advantage_PN) -> (state, metrics).
 
     The batch holds [U, M, B, S] arrays (U updates, M micro-batches of B rows) and `micro_batches` [U], how many of the M
     are in use; the rest costs nothing. An update without tokens, or with a gradient that is not finite, changes nothing.
-    Metrics come back per update, [U].
+    Metrics come back per update, [U]. `gradient_shardings`: where gradients are summed up, by parameter; None = where the compiler likes.
     """
     optimizer = make_optimizer(config)
 
@@ -152,6 +153,8 @@ def make_train_step(
         def body(m: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             gradients, sums, tokens = carry
             more, (more_sums, micro_tokens) = gradient_of(state.params, take(rows, m))
+            if gradient_shardings:
+                more = jax.lax.with_sharding_constraint(more, gradient_shardings)
             tokens = {name: tokens[name].at[m].set(value) for name, value in micro_tokens.items()}
             return jax.tree.map(jnp.add, gradients, more), jax.tree.map(jnp.add, sums, more_sums), tokens
 

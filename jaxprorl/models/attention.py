@@ -9,13 +9,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from jaxprorl.models.chunked import chunked_attention
+from jaxprorl.models.chunked import chunked_attention, chunked_attention_part
 from jaxprorl.models.compute import Compute
 from jaxprorl.models.kernels import kernel
 from jaxprorl.models.remat import ATTENTION_NAME
-from jaxprorl.sharding.strategies import BATCH_AXES
+from jaxprorl.sharding.strategies import BATCH_AXES, CONTEXT_AXIS
 
 Packed = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # (q_BSHK, k_BSGK, v_BSGK) -> context_BSHK
 
@@ -35,11 +35,34 @@ def packed_attention(compute: Compute, segment_ids_BS: jax.Array) -> Packed:
         rows = kernel(compute.attention, interpret=compute.platform == "cpu")
     if compute.mesh is None:
         return lambda q, k, v: rows(q, k, v, segment_ids_BS)
-    # Every device takes its own rows. The compiler cannot split a kernel, and of a loop over chunks it makes every device do all rows.
+    return partial(_on_mesh, compute, compute.mesh, rows, segment_ids_BS)
+
+
+def _on_mesh(
+    compute: Compute, mesh: Mesh, rows: Callable[..., jax.Array], ids_BS: jax.Array, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array
+) -> jax.Array:
+    """Every device takes its own rows, heads and queries: the compiler cannot split a kernel, and of a loop over chunks it makes every
+    device do all rows.
+    """
+    head_axis, parts = compute.table["heads"], mesh.shape[CONTEXT_AXIS]
+    tensor = 1 if head_axis is None else mesh.shape[head_axis]
+    heads, groups = q_BSHK.shape[2], k_BSGK.shape[2]
+    kv_axis = head_axis if groups % tensor == 0 else None  # as in `sharding.mesh.table_shardings`
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+        if head_axis and not kv_axis:  # all key-value heads are here: take those of this device's query heads
+            mine = (jax.lax.axis_index(head_axis) * q.shape[2] + jnp.arange(q.shape[2])) // (heads // groups)
+            k, v = k[:, :, mine], v[:, :, mine]
+        if parts == 1:
+            return rows(q, k, v, ids)
+        k, v, ids = (jax.lax.all_gather(x, CONTEXT_AXIS, axis=1, tiled=True) for x in (k, v, ids))
+        return chunked_attention_part(q, k, v, ids, jax.lax.axis_index(CONTEXT_AXIS), compute.attention_chunk_tokens)
+
+    tokens = PartitionSpec(BATCH_AXES, CONTEXT_AXIS)
+    queries, keys = (PartitionSpec(BATCH_AXES, CONTEXT_AXIS, axis, None) for axis in (head_axis, kv_axis))
     # What kernels return does not say over which mesh axes it varies, so that goes unchecked.
-    spec = PartitionSpec(BATCH_AXES)
-    local = jax.shard_map(rows, mesh=compute.mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return lambda q, k, v: local(q, k, v, segment_ids_BS)
+    run = jax.shard_map(local, mesh=mesh, in_specs=(queries, keys, keys, tokens), out_specs=queries, check_vma=False)
+    return run(q_BSHK, k_BSGK, v_BSGK, ids_BS)
 
 
 def packed_causal_mask(segment_ids_BS: jax.Array) -> jax.Array:

@@ -21,7 +21,16 @@ def chunked_attention(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, s
     chunk = min(chunk_tokens, size)
     padding = -size % chunk
     inputs = [jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)) for x in (q_BSHK, k_BSGK, v_BSGK, segment_ids_BS)]
-    return _attend(chunk, *inputs, first_chunks(inputs[3], chunk))[:, :size]
+    return _attend(chunk, *inputs, first_chunks(inputs[3], chunk), jnp.zeros((), jnp.int32))[:, :size]
+
+
+def chunked_attention_part(
+    q_BQHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segment_ids_BS: jax.Array, part_index: jax.Array, chunk_tokens: int
+) -> jax.Array:
+    """The same for part `part_index` of the queries, Q = S / parts tokens, against the whole row; chunks divide the part."""
+    chunk = min(chunk_tokens, q_BQHK.shape[1])
+    start = part_index * (q_BQHK.shape[1] // chunk)
+    return _attend(chunk, q_BQHK, k_BSGK, v_BSGK, segment_ids_BS, first_chunks(segment_ids_BS, chunk), start)
 
 
 def first_chunks(segment_ids_BS: jax.Array, chunk: int) -> jax.Array:
@@ -36,18 +45,18 @@ def first_chunks(segment_ids_BS: jax.Array, chunk: int) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(chunk: int, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, first: jax.Array) -> jax.Array:
-    return _forward(chunk, q, k, v, ids, first)[0]
+def _attend(chunk: int, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, first: jax.Array, start: jax.Array) -> jax.Array:
+    return _forward(chunk, q, k, v, ids, first, start)[0]
 
 
-def _forward(chunk: int, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, first: jax.Array) -> Pair:
-    """context_BSHK, and the logarithm of each softmax's sum, [B, G, R, S]."""
+def _forward(chunk: int, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, first: jax.Array, start: jax.Array) -> Pair:
+    """context_BSHK, and the logarithm of each softmax's sum, [B, G, R, S]. The queries begin at chunk `start` of the row."""
     batch, size, heads, width = q.shape
     groups, accumulate = k.shape[2], jnp.promote_types(q.dtype, jnp.float32)
     q = q.reshape(batch, size, groups, heads // groups, width)
 
-    def queries(_: None, n: jax.Array) -> tuple[None, Pair]:
-        q_n = part(q, n, chunk)
+    def queries(_: None, i: jax.Array) -> tuple[None, Pair]:
+        q_n, n = part(q, i, chunk), start + i
 
         def keys(m: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
             context, largest, total = carry
@@ -60,8 +69,8 @@ def _forward(chunk: int, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Arra
             return context * old[..., None] + added, new, total * old + weights.sum(axis=-1)
 
         shape = batch, groups, heads // groups, chunk
-        start = jnp.zeros((*shape, width), accumulate), jnp.full(shape, jnp.finfo(accumulate).min), jnp.zeros(shape, accumulate)
-        context, largest, total = jax.lax.fori_loop(first[n], n + 1, keys, start)
+        empty = jnp.zeros((*shape, width), accumulate), jnp.full(shape, jnp.finfo(accumulate).min), jnp.zeros(shape, accumulate)
+        context, largest, total = jax.lax.fori_loop(first[n], n + 1, keys, empty)
         return None, ((context / total[..., None]).astype(v.dtype), largest + jnp.log(total))
 
     _, (context, log_sum) = jax.lax.scan(queries, None, jnp.arange(size // chunk, dtype=jnp.int32))
@@ -75,16 +84,16 @@ def _forward_saved(chunk: int, *inputs: jax.Array) -> tuple[jax.Array, tuple[jax
 
 
 def _backward(chunk: int, saved: tuple[jax.Array, ...], d_context: jax.Array) -> tuple[jax.Array | None, ...]:
-    q, k, v, ids, first, context, log_sum = saved
+    q, k, v, ids, first, start, context, log_sum = saved
     batch, size, heads, width = q.shape
     groups, accumulate = k.shape[2], log_sum.dtype
     grouped = batch, size, groups, heads // groups, width
     q, context, d_context = (x.reshape(grouped) for x in (q, context, d_context))
 
-    def queries(d_kv: Pair, n: jax.Array) -> tuple[Pair, jax.Array]:
-        q_n, d_n = part(q, n, chunk), part(d_context, n, chunk)
-        log_sum_n = jax.lax.dynamic_slice_in_dim(log_sum, n * chunk, chunk, axis=3)
-        mean = jnp.einsum("bsgrk,bsgrk->bgrs", d_n, part(context, n, chunk), preferred_element_type=accumulate)
+    def queries(d_kv: Pair, i: jax.Array) -> tuple[Pair, jax.Array]:
+        q_n, d_n, n = part(q, i, chunk), part(d_context, i, chunk), start + i
+        log_sum_n = jax.lax.dynamic_slice_in_dim(log_sum, i * chunk, chunk, axis=3)
+        mean = jnp.einsum("bsgrk,bsgrk->bgrs", d_n, part(context, i, chunk), preferred_element_type=accumulate)
 
         def keys(m: jax.Array, carry: tuple[jax.Array, Pair]) -> tuple[jax.Array, Pair]:
             d_q, (d_k, d_v) = carry
@@ -102,10 +111,10 @@ def _backward(chunk: int, saved: tuple[jax.Array, ...], d_context: jax.Array) ->
         d_q, d_kv = jax.lax.fori_loop(first[n], n + 1, keys, (jnp.zeros(q_n.shape, accumulate), d_kv))
         return d_kv, d_q.astype(q.dtype)
 
-    start = jnp.zeros(k.shape, accumulate), jnp.zeros(v.shape, accumulate)
-    (d_k, d_v), d_q = jax.lax.scan(queries, start, jnp.arange(size // chunk, dtype=jnp.int32))
+    zeros = jnp.zeros(k.shape, accumulate), jnp.zeros(v.shape, accumulate)
+    (d_k, d_v), d_q = jax.lax.scan(queries, zeros, jnp.arange(size // chunk, dtype=jnp.int32))
     d_q = jnp.moveaxis(d_q, 0, 1).reshape(batch, size, heads, width)
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None, None, None
 
 
 _attend.defvjp(_forward_saved, _backward)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from ml_collections import ConfigDict
 
 from jaxprorl.errors import ConfigError
-from jaxprorl.sharding.strategies import BATCH_AXES
+from jaxprorl.sharding.strategies import BATCH_AXES, CONTEXT_AXIS, STRATEGIES, Table
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -27,6 +27,7 @@ class Compute:
         attention_chunk_tokens: queries and keys that `chunked` handles at a time.
         remat: one of `REMAT`.
         mesh: what the rows are split over. None = nothing, on a CPU.
+        strategy: how parameters are split over it.
     """
 
     dtype: str = "float32"
@@ -34,6 +35,12 @@ class Compute:
     attention_chunk_tokens: int = 128
     remat: str = "none"
     mesh: "Mesh | None" = None
+    strategy: str = "dp"
+
+    @property
+    def table(self) -> Table:
+        """Logical axis of a parameter -> mesh axis."""
+        return STRATEGIES[self.strategy].params
 
     @property
     def platform(self) -> str:
@@ -54,7 +61,7 @@ def choose_compute(config: ConfigDict, head_dim: int, mesh: "Mesh") -> Compute:
         raise ConfigError(f"batch.micro_batch_rows = {batch.micro_batch_rows}: must divide by the {shards} devices that share the rows")
     if model.attention == "auto":
         return automatic_compute(config, head_dim, batch.row_tokens, mesh)
-    compute = Compute(model.dtype, model.attention, model.attention_chunk_tokens, model.remat, mesh)
+    compute = Compute(model.dtype, model.attention, model.attention_chunk_tokens, model.remat, mesh, config.mesh.strategy)
     problem = unfit(compute, head_dim, batch.row_tokens, batch.packing)
     if problem:
         raise ConfigError(f"model.attention = {model.attention!r}: {problem}. 'auto' chooses what fits, 'chunked' runs anywhere")
@@ -67,7 +74,7 @@ def automatic_compute(config: ConfigDict, head_dim: int, row_tokens: int, mesh: 
     A row of one chunk costs `chunked` as much memory as the whole row of scores costs `naive`; a longer one less (docs/attention.md).
     """
     chunk_tokens = config.model.attention_chunk_tokens
-    compute = Compute(config.model.dtype, "chunked", chunk_tokens, config.model.remat, mesh)
+    compute = Compute(config.model.dtype, "chunked", chunk_tokens, config.model.remat, mesh, config.mesh.strategy)
     for name in ("triton", "splash"):
         chosen = dataclasses.replace(compute, attention=name)
         if not unfit(chosen, head_dim, row_tokens, packing=True):
@@ -81,6 +88,14 @@ def unfit(compute: Compute, head_dim: int, row_tokens: int, packing: bool) -> st
     needs = PLATFORM.get(name, devices)
     if needs != devices:
         return f"it runs on {needs.upper()}s only, these devices are {devices.upper()}s"
+    cut = 1 if compute.mesh is None else compute.mesh.shape[CONTEXT_AXIS]
+    if name in PLATFORM and cut > 1:
+        return f"it needs whole rows, and mesh.context = {cut} cuts them; 'chunked' and 'naive' take parts"
+    if row_tokens % cut:
+        return f"batch.row_tokens = {row_tokens} does not divide by mesh.context = {cut}"
+    part, chunk = row_tokens // cut, compute.attention_chunk_tokens
+    if name == "chunked" and cut > 1 and part % min(chunk, part):
+        return f"model.attention_chunk_tokens = {chunk} must divide the {part} tokens of a row that each device has"
     if name == "cudnn" and packing:
         return "it knows no segments, and batch.packing = True puts several sequences into a row; set batch.packing = False"
     if name == "cudnn" and compute.dtype != "bfloat16":

@@ -9,9 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from jaxprorl.models.qwen2 import Qwen2Config, declarations
-from jaxprorl.sharding.strategies import BATCH_AXES, STRATEGIES
-
-AXES = ("data", "fsdp", "tensor", "context")
+from jaxprorl.sharding.strategies import AXES, BATCH_AXES, CONTEXT_AXIS, STRATEGIES, Table, mesh_sizes
 
 
 def set_cpu_devices(config: ConfigDict) -> None:
@@ -22,12 +20,11 @@ def set_cpu_devices(config: ConfigDict) -> None:
     jax.config.update("jax_num_cpu_devices", config.mesh.cpu_devices)
 
 
-def make_mesh(strategy: str, devices: list[jax.Device] | None = None) -> Mesh:
-    """A mesh over all devices, along the axis that the strategy's batch rows are split over."""
+def make_mesh(strategy: str, devices: list[jax.Device] | None = None, sizes: Mapping[str, int] | None = None) -> Mesh:
+    """A mesh over all devices; `sizes` by axis, see `strategies.mesh_sizes`. Neighbours in `devices` differ in the last axes first."""
     devices = jax.devices() if devices is None else devices
-    axis = "fsdp" if "fsdp" in STRATEGIES[strategy].values() else "data"
-    shape = [len(devices) if name == axis else 1 for name in AXES]
-    return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    shape = mesh_sizes(strategy, sizes or {}, len(devices))
+    return Mesh(np.array(devices).reshape([shape[axis] for axis in AXES]), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -40,7 +37,12 @@ def batch_sharding(mesh: Mesh, leading: int = 0) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*[None] * leading, BATCH_AXES))
 
 
-def partition_spec(axes: tuple[str | None, ...], table: Mapping[str, str | None]) -> PartitionSpec:
+def token_sharding(mesh: Mesh, leading: int = 0) -> NamedSharding:
+    """Rows split over the data axes, their tokens over the context axis."""
+    return NamedSharding(mesh, PartitionSpec(*[None] * leading, BATCH_AXES, CONTEXT_AXIS))
+
+
+def partition_spec(axes: tuple[str | None, ...], table: Table) -> PartitionSpec:
     """The PartitionSpec of an array with these logical axes.
 
     Raises:
@@ -59,9 +61,32 @@ def param_shardings(model_config: Qwen2Config, mesh: Mesh, strategy: str) -> dic
     Raises:
         ValueError: a dimension does not divide by the devices that it is split over.
     """
+    return table_shardings(model_config, mesh, strategy, STRATEGIES[strategy].params)
+
+
+def moment_shardings(model_config: Qwen2Config, mesh: Mesh, strategy: str) -> dict[str, NamedSharding]:
+    """Sharding of every parameter's gradient and optimizer moments, by name. Raises as `param_shardings` does."""
+    return table_shardings(model_config, mesh, strategy, STRATEGIES[strategy].moments)
+
+
+def table_shardings(model_config: Qwen2Config, mesh: Mesh, strategy: str, table: Table) -> dict[str, NamedSharding]:
+    """Sharding of arrays shaped like the parameters, by name.
+
+    Heads are never cut: query heads must divide by the devices that they are split over. Key-value heads, of which there are fewer, stay
+    whole where they do not divide.
+    """
+    c = model_config
+    heads = {"heads": c.num_attention_heads, "kv_heads": c.num_key_value_heads}
+    split = {axis: 1 if name is None else mesh.shape[name] for axis, name in table.items()}
+    if heads["heads"] % split["heads"]:
+        raise ValueError(
+            f"mesh.strategy = {strategy!r} splits {heads['heads']} attention heads over {split['heads']} devices along "
+            f"{table['heads']}; use a number that divides them"
+        )
+    table = {axis: None if axis == "kv_heads" and heads[axis] % split[axis] else name for axis, name in table.items()}
     shardings = {}
-    for name, declaration in declarations(model_config).items():
-        spec = partition_spec(declaration.axes, STRATEGIES[strategy])
+    for name, declaration in declarations(c).items():
+        spec = partition_spec(declaration.axes, table)
         for size, axis in zip(declaration.shape, spec, strict=True):
             if axis is not None and size % mesh.shape[axis]:
                 raise ValueError(
@@ -73,7 +98,7 @@ def param_shardings(model_config: Qwen2Config, mesh: Mesh, strategy: str) -> dic
 
 
 def like_params(tree: Any, params: Any, shardings: Any, mesh: Mesh) -> Any:
-    """Shardings for an optimizer state: subtrees shaped like the parameters follow them, everything else is replicated."""
+    """Shardings for an optimizer state: subtrees shaped like the parameters get `shardings`, everything else is replicated."""
 
     def follows(node: Any) -> bool:
         return isinstance(node, dict) and node.keys() == params.keys()

@@ -292,7 +292,9 @@ class _Trainer:
         def loss_of(params: Params, rows: Rows) -> jax.Array:
             model: Any = nnx.merge(self._graphdef, params)
             hidden_BSD = model(rows["tokens"], rows["positions"], rows["segment_ids"])
-            logp_BS, _ = token_log_probs(hidden_BSD, model.head(), rows["targets"], 1.0, rows["mask"], model.compute.mesh)
+            logp_BS, _ = token_log_probs(
+                hidden_BSD, model.head(), rows["targets"], 1.0, rows["mask"], model.compute.mesh, model.compute.table
+            )
             return -(logp_BS * rows["mask"]).sum() / rows["mask"].sum()
 
         def update(carry: tuple[Params, optax.OptState], rows: Rows) -> tuple[tuple[Params, optax.OptState], jax.Array]:

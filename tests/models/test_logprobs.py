@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxprorl.models import logprobs
 from jaxprorl.models.logprobs import token_log_probs
 from jaxprorl.sharding.mesh import batch_sharding, make_mesh
+from jaxprorl.sharding.strategies import STRATEGIES
 
 TEMPERATURES = (1.0, 0.7, 1.2)
 ALL_BS = np.ones((2, 8), np.float32)
@@ -26,7 +27,7 @@ def chunk_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 def arrays(scale: float = 1.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     random = np.random.RandomState(0)
-    return scale * random.standard_normal((2, 8, 6)), random.standard_normal((11, 6)), random.randint(0, 11, (2, 8))
+    return scale * random.standard_normal((2, 8, 6)), random.standard_normal((12, 6)), random.randint(0, 12, (2, 8))
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
@@ -123,9 +124,9 @@ def test_the_vocabulary_is_multiplied_only_for_chunks_that_hold_wanted_tokens(
 
     def counted(hidden_CD: jax.Array, head_VD: jax.Array, temperature: float) -> jax.Array:
         jax.debug.callback(lambda: multiplied.append(1))
-        return jax.nn.log_softmax(hidden_CD @ head_VD.T / temperature)
+        return hidden_CD @ head_VD.T / temperature
 
-    monkeypatch.setattr(logprobs, "_log_softmax", counted)
+    monkeypatch.setattr(logprobs, "_logits", counted)
     hidden, head, targets = map(jnp.asarray, arrays())
     mask = np.random.RandomState(4).permutation(np.arange(16) < wanted).reshape(2, 8)
     _, pullback = jax.vjp(lambda h: token_log_probs(h, head, targets, 1.0, mask), hidden)
@@ -136,7 +137,7 @@ def test_the_vocabulary_is_multiplied_only_for_chunks_that_hold_wanted_tokens(
     assert len(multiplied) == 2 * chunks
 
 
-@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["dp", "fsdp", "tp"])
 def test_devices_work_through_tokens_of_their_own(chunk_tokens: int, strategy: str) -> None:
     mesh = make_mesh(strategy)
     assert mesh.size == 2
@@ -145,13 +146,14 @@ def test_devices_work_through_tokens_of_their_own(chunk_tokens: int, strategy: s
         hidden, head, targets = map(jnp.asarray, arrays())
 
         def total(hidden: jax.Array, head: jax.Array, mesh: Any) -> tuple[jax.Array, Any]:
-            results = token_log_probs(hidden, head, targets, 0.7, mask, mesh)
+            results = token_log_probs(hidden, head, targets, 0.7, mask, mesh, STRATEGIES[strategy].params)
             return jnp.sum(results[0]) + jnp.sum(results[1]), results
 
         value_and_grad = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True), static_argnums=2, compiler_options=QUICK_COMPILE)
         alone = value_and_grad(hidden, head, None)
         rows = jax.device_put(hidden, batch_sharding(mesh))
-        columns = jax.device_put(head, NamedSharding(mesh, PartitionSpec(None, "fsdp")))
+        table = STRATEGIES[strategy].params
+        columns = jax.device_put(head, NamedSharding(mesh, PartitionSpec(table["vocab"], table["embed"])))
         for got, expected in zip(jax.tree.leaves(value_and_grad(rows, columns, mesh)), jax.tree.leaves(alone), strict=True):
             np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
         # Neither tokens nor logits travel: all that crosses is the output matrix, its gradient and the printed sum.

@@ -11,8 +11,8 @@ from jaxprorl.batch import batch_advantages, device_batch
 from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import build, declarations
 from jaxprorl.optimizer import make_optimizer
-from jaxprorl.sharding.mesh import AXES, batch_sharding, like_params, make_mesh, param_shardings, partition_spec, replicated
-from jaxprorl.sharding.strategies import BATCH_AXES, STRATEGIES
+from jaxprorl.sharding.mesh import batch_sharding, like_params, make_mesh, param_shardings, partition_spec, replicated
+from jaxprorl.sharding.strategies import AXES
 from jaxprorl.state import TrainState, abstract_state, start_state, state_shardings
 from jaxprorl.update import make_log_probs, make_train_step
 
@@ -27,14 +27,6 @@ def test_a_mesh_has_all_axes_and_puts_the_devices_along_the_strategys_own() -> N
     assert dict(make_mesh("dp").shape) == {"data": 2, "fsdp": 1, "tensor": 1, "context": 1}
     assert dict(make_mesh("fsdp").shape) == {"data": 1, "fsdp": 2, "tensor": 1, "context": 1}
     assert dict(make_mesh("fsdp", jax.devices()[:1]).shape) == dict.fromkeys(AXES, 1)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_table_names_every_logical_axis_and_only_mesh_axes(strategy: str) -> None:
-    logical = {axis for d in declarations(tiny_model(tie_word_embeddings=False)).values() for axis in d.axes if axis}
-    assert STRATEGIES[strategy].keys() == logical
-    assert set(STRATEGIES[strategy].values()) <= {None, *AXES}
-    assert set(BATCH_AXES) <= set(AXES)
 
 
 def test_specs_of_both_strategies() -> None:
@@ -61,7 +53,7 @@ def test_a_dimension_that_does_not_divide_is_refused_by_name() -> None:
     param_shardings(odd, make_mesh("fsdp", jax.devices()[:1]), "fsdp")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["dp", "fsdp", "zero1"])
 def test_rows_are_split_over_all_devices(strategy: str) -> None:
     mesh = make_mesh(strategy)
     x = jax.device_put(np.arange(24).reshape(3, 4, 2), batch_sharding(mesh, leading=1))
@@ -119,7 +111,7 @@ def test_a_training_step_is_the_same_under_every_strategy() -> None:
     alone, metrics = trained("dp", devices=1)
     moved = max(np.abs(alone.params[name] - value).max() for name, value in random_params(MODEL).items())
     assert moved > 1e-3
-    for strategy in STRATEGIES:
+    for strategy in ("dp", "fsdp"):  # the others: test_strategies.py
         state, others = trained(strategy, devices=2)
         # Float32 sums in another order: 1e-6 of a gradient; Adam's division with eps = 1e-2 and a rate of 1e-2 carries that into the
         # parameters at about the same size.

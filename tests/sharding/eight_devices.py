@@ -1,0 +1,120 @@
+"""On eight CPU devices: one training step, log-probs, reset and restore under every strategy. Run by test_strategies.py in its own process.
+
+python tests/sharding/eight_devices.py FOLDER    # writes FOLDER/NAME.npz for every entry of CASES
+"""
+
+# ruff: noqa: E402 -- devices are counted before anything of ours is imported
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
+
+import jax
+import numpy as np
+import optax
+from factories import QUICK_COMPILE, random_groups, random_params, tiny_config, tiny_model
+
+from jaxprorl import update
+from jaxprorl.batch import batch_advantages, device_batch
+from jaxprorl.checkpoint import Checkpoints, Host, restore_state
+from jaxprorl.models.compute import Compute
+from jaxprorl.models.qwen2 import build
+from jaxprorl.resets.optimizer import reset
+from jaxprorl.sharding.mesh import make_mesh, moment_shardings, replicated
+from jaxprorl.state import RunState, TrainState, state_shardings
+
+# Eight key-value heads, so that they split over a tensor axis; more query heads than that.
+MODEL = tiny_model(num_attention_heads=16, num_key_value_heads=8, head_dim=4, hidden_size=32, intermediate_size=64, vocab_size=48)
+FEW_HEADS = tiny_model(num_attention_heads=8, num_key_value_heads=2, head_dim=4)  # fewer key-value heads than a tensor axis of 4
+
+# name -> strategy, mesh sizes, attention, model, devices
+CASES: dict[str, tuple[str, dict[str, int], str, Any, int]] = {
+    "one": ("dp", {}, "naive", MODEL, 1),
+    "dp": ("dp", {}, "naive", MODEL, 8),
+    "fsdp": ("fsdp", {}, "chunked", MODEL, 8),
+    "fsdp_in_dp": ("fsdp", {"data": 2}, "naive", MODEL, 8),
+    "zero1": ("zero1", {}, "naive", MODEL, 8),
+    "tp": ("tp", {}, "naive", MODEL, 8),
+    "fsdp_tp": ("fsdp_tp", {"tensor": 2}, "chunked", MODEL, 8),
+    "fsdp_cp": ("fsdp_cp", {"context": 4}, "chunked", MODEL, 8),
+    "fsdp_cp_naive": ("fsdp_cp", {"context": 2}, "naive", MODEL, 8),
+    "few_heads_one": ("dp", {}, "naive", FEW_HEADS, 1),
+    "few_heads_tp": ("fsdp_tp", {"tensor": 4}, "chunked", FEW_HEADS, 8),
+    "few_heads_tp_naive": ("fsdp_tp", {"tensor": 4}, "naive", FEW_HEADS, 8),
+}
+
+
+def config_of(strategy: str) -> Any:
+    """Two updates of unequal lengths; with `sgd`, so that gradients are compared and not their signs, as Adam's first steps would."""
+    return tiny_config(mesh__strategy=strategy, batch__micro_batch_rows=8, batch__row_tokens=32, algorithm__kl_coefficient=0.1)
+
+
+def sgd(_: Any) -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9), optax.scale_by_schedule(lambda count: -0.05))
+
+
+def place(model: Any, strategy: str, mesh: Any) -> tuple[TrainState, TrainState]:
+    """The start state in its shardings, and the shardings; the reference is not the policy."""
+    config = config_of(strategy)
+    shardings = state_shardings(config, model, mesh)
+    params = random_params(model)
+    reference = params | {"o_kernel": 0.9 * params["o_kernel"]}
+    state = TrainState(params, reference, sgd(config).init(jax.tree.map(np.asarray, params)))
+    return jax.device_put(state, shardings), shardings
+
+
+def run(name: str, folder: Path) -> dict[str, np.ndarray]:
+    """Everything that must not depend on the strategy."""
+    strategy, sizes, attention, model, count = CASES[name]
+    config, mesh = config_of(strategy), make_mesh(strategy, jax.devices()[:count], sizes)
+    state, shardings = place(model, strategy, mesh)
+    compute = Compute("float32", attention, 8, "none", mesh, strategy)
+    graphdef, groups = build(model, compute), random_groups(4)
+    batch = device_batch(config, groups, mesh)
+    jit = partial(jax.jit, compiler_options=QUICK_COMPILE)
+    fixed, kl_sum_PN = jit(update.make_log_probs(graphdef, config))(state.params, state.reference, batch)
+    step = update.make_train_step(graphdef, config, moment_shardings(model, mesh, strategy))
+    advantage_PN = batch_advantages(config, groups, 0, kl_sum_PN)
+    state, metrics = jit(step, out_shardings=(shardings, replicated(mesh)))(state, batch, fixed, advantage_PN)
+    for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), name
+    found = {f"metrics.{key}": value for key, value in metrics.items()} | {f"params.{key}": value for key, value in state.params.items()}
+    found |= {f"fixed.{key}": value for key, value in fixed.items()} | {"kl_sum_PN": kl_sum_PN}
+    found |= {f"moments.{jax.tree_util.keystr(path)}": leaf for path, leaf in jax.tree.leaves_with_path(state.opt_state)}
+
+    fresh = jit(lambda state: reset(state, config), out_shardings=shardings)(state)
+    found |= {f"reset.{key}": value for key, value in fresh.reference.items()}
+    if count == 8:  # saved under this strategy, restored on four devices, saved again, restored on one
+        for devices in (4, 1):
+            place_ = folder / f"{name}_{devices}"
+            with Checkpoints(place_, config) as checkpoints:
+                checkpoints.save(state, Host(RunState(step=1), {"metrics": 0, "events": 0}, {}))
+            fewer = make_mesh("fsdp" if devices > 1 else "dp", jax.devices()[:devices])
+            target = state_shardings(config_of("fsdp" if devices > 1 else "dp"), model, fewer)
+            shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, target)
+            again = restore_state(place_, 1, shapes)
+            for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
+                np.testing.assert_array_equal(old, new, err_msg=name)
+                assert len(new.sharding.device_set) == devices
+            state = again
+    return {key: np.asarray(value) for key, value in found.items()}
+
+
+def main(folder: Path) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    update.make_optimizer = sgd  # type: ignore[assignment]
+    import jaxprorl.resets.optimizer
+    import jaxprorl.state
+
+    jaxprorl.state.make_optimizer = jaxprorl.resets.optimizer.make_optimizer = sgd  # type: ignore[assignment]
+    update.learning_rate_schedule = lambda config: lambda count: 0.05  # type: ignore[assignment]
+    for name in CASES:
+        np.savez(folder / f"{name}.npz", **run(name, folder))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

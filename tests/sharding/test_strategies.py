@@ -1,0 +1,113 @@
+"""Tables and meshes by hand; and on eight devices: every strategy computes what one device does."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from eight_devices import CASES
+from factories import random_params, tiny_model
+
+from jaxprorl.models.qwen2 import declarations
+from jaxprorl.sharding import strategies
+from jaxprorl.sharding.mesh import make_mesh, param_shardings
+from jaxprorl.sharding.strategies import AXES, BATCH_AXES, FSDP, STRATEGIES, WHOLE, Strategy, mesh_sizes
+
+# What one device gives is compared as it is, or in units of the largest entry of its own kind (gradients, moments).
+LIMITS = {"metrics.kl.": 1e-4, "kl_sum_PN": 1e-4}  # means of differences of log-probs: a thousandth of what they are differences of
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_table_names_every_logical_axis_and_only_mesh_axes(strategy: str) -> None:
+    logical = {axis for d in declarations(tiny_model(tie_word_embeddings=False)).values() for axis in d.axes if axis}
+    plan = STRATEGIES[strategy]
+    for table in (plan.params, plan.moments):
+        assert table.keys() == logical
+        assert set(table.values()) <= {None, *AXES}
+    assert {plan.fills, *plan.needs, *BATCH_AXES} <= set(AXES)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "devices", "expected"),
+    [
+        ("dp", {}, 8, (8, 1, 1, 1)),
+        ("fsdp", {}, 8, (1, 8, 1, 1)),
+        ("fsdp", {"data": 2}, 8, (2, 4, 1, 1)),
+        ("zero1", {"data": 2, "fsdp": 4}, 8, (2, 4, 1, 1)),
+        ("tp", {"data": 2}, 8, (2, 1, 4, 1)),
+        ("fsdp_tp", {"tensor": 2}, 8, (1, 4, 2, 1)),
+        ("fsdp_cp", {"context": 4, "data": 2}, 8, (2, 1, 1, 4)),
+        ("fsdp_tp", {"tensor": 8}, 8, (1, 1, 8, 1)),
+    ],
+)
+def test_the_strategy_fills_what_the_sizes_leave(strategy: str, sizes: dict[str, int], devices: int, expected: tuple[int, ...]) -> None:
+    assert tuple(mesh_sizes(strategy, sizes, devices)[axis] for axis in AXES) == expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "words"),
+    [
+        ("fsdp", {"tensor": 2}, "tensor = 2: strategy 'fsdp' splits nothing over it"),
+        ("fsdp_tp", {}, "tensor = 0: strategy 'fsdp_tp' needs 2 or more"),
+        ("fsdp_cp", {"context": 1}, "context = 1: strategy 'fsdp_cp' needs 2 or more"),
+        ("fsdp", {"data": 3}, "fsdp = 0: the sizes {'data': 3} take 3 devices, there are 8"),
+        ("fsdp", {"data": 2, "fsdp": 2}, "fsdp = 2: the sizes {'data': 2, 'fsdp': 2} take 4 devices, there are 8; leave fsdp at 0"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_by_axis(strategy: str, sizes: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        mesh_sizes(strategy, sizes, 8)
+    assert words in str(caught.value)
+
+
+def test_heads_are_never_cut() -> None:
+    mesh = make_mesh("tp", jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"splits 3 attention heads over 2 devices along tensor"):
+        param_shardings(tiny_model(num_attention_heads=3, num_key_value_heads=1), mesh, "tp")
+    # One key-value head cannot be split over two devices: both hold it, and the query heads are split all the same.
+    specs = {name: sharding.spec for name, sharding in param_shardings(tiny_model(num_key_value_heads=1), mesh, "tp").items()}
+    assert "tensor" not in (*specs["k_kernel"], *specs["v_bias"])
+    assert "tensor" in specs["q_kernel"] and "tensor" in specs["o_kernel"]
+    specs = {name: sharding.spec for name, sharding in param_shardings(tiny_model(num_key_value_heads=2), mesh, "tp").items()}
+    assert "tensor" in specs["k_kernel"] and "tensor" in specs["v_bias"]
+
+
+def test_a_strategy_of_ones_own_is_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/sharding.md, "A strategy of your own": the MLP split over fsdp, the rest whole."""
+    own = Strategy(params={**WHOLE, "mlp": "fsdp"}, moments=FSDP, fills="fsdp")
+    monkeypatch.setitem(strategies.STRATEGIES, "mlp_only", own)
+    mesh = make_mesh("mlp_only")
+    assert mesh.shape["fsdp"] == 2
+    shardings = param_shardings(tiny_model(), mesh, "mlp_only")
+    split = {name for name, sharding in shardings.items() if not sharding.is_fully_replicated}
+    assert split == {"gate_kernel", "up_kernel", "down_kernel"}
+
+
+# --- on eight devices ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, np.ndarray]]:
+    folder = tmp_path_factory.mktemp("eight")
+    script = Path(__file__).parent / "eight_devices.py"
+    done = subprocess.run([sys.executable, str(script), str(folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {name: dict(np.load(folder / f"{name}.npz")) for name in CASES}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_strategy_computes_what_one_device_does(results: dict[str, dict[str, np.ndarray]]) -> None:
+    """Log-probs, metrics, moments (of plain SGD: gradients), parameters, reset; restores on fewer devices are compared in the script."""
+    assert {strategy for strategy, *_ in CASES.values()} == set(STRATEGIES)
+    moved = results["one"]["params.up_kernel"] - random_params(CASES["one"][3])["up_kernel"]
+    assert np.abs(moved).max() > 1e-4
+    for name, (*_, model, count) in CASES.items():
+        alone = results["one" if model == CASES["one"][3] else "few_heads_one"]
+        assert results[name].keys() == alone.keys()
+        for key, value in results[name].items():
+            limit = next((limit for prefix, limit in LIMITS.items() if key.startswith(prefix)), 1e-5)
+            scale = max(np.abs(alone[key]).max(), 1e-9)
+            np.testing.assert_allclose(value / scale, alone[key] / scale, rtol=0, atol=limit, err_msg=f"{name} ({count} devices): {key}")

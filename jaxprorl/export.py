@@ -1,5 +1,6 @@
 """The policy of a run as an ordinary model folder, with a card that says where it comes from."""
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from jaxprorl.start import abstract_params
 from jaxprorl.state import RunState
 
 Dtype = Literal["float32", "bfloat16"]
+# What a run with model.path does not read: the shape and the making of a start model of its own.
+OF_WARM_START = ("warmstart.", *(f"model.{field.name}" for field in dataclasses.fields(Qwen2Config)))
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,8 @@ def model_card(config: ConfigDict, parameters: int, state: RunState, scores: Map
         ]  # fmt: skip
     else:
         lines.append("Not measured for this step.")
-    fields = [f"{name} = {json.dumps(value)}" for name, value in _flat(json.loads(to_json(config))) if not name.startswith(FREE_FIELDS)]
+    left_out = FREE_FIELDS + (OF_WARM_START if config.model.path else ())
+    fields = [f"{name} = {json.dumps(value)}" for name, value in _flat(json.loads(to_json(config))) if not name.startswith(left_out)]
     lines += ["", "## Config", "", "<details><summary>the fields that the result depends on</summary>", "", "```", *fields, "```", ""]
     return "\n".join([*lines, "</details>", ""])
 

@@ -190,8 +190,14 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return int(end.value.code or 0), *capsys.readouterr()
 
     return start
+    of_warm_start = {name for name in fields if name.startswith(("warmstart.", "model."))}
+    assert of_warm_start == {
+        f"model.{name}" for name in ("path", "dtype", "reference_dtype", "attention", "attention_chunk_tokens", "remat")
+    }
 
 
+    for line in (f"model.hidden_size = {CONFIG.model.hidden_size}", f"warmstart.rows = {CONFIG.warmstart.rows}"):
+        assert line in model_card(own, 1, RunState(), {}, "float32").splitlines()
 def test_the_command_exports_and_tells_of_bad_input_in_one_line(
     command: Callable[..., tuple[int, str, str]], run: Path, tmp_path: Path
 ) -> None:

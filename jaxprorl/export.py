@@ -118,10 +118,21 @@ def write_model(
     card = model_card(config, parameter_count(model_config), state, scores, dtype)
     hf.write_folder(
         output, model_config, params, folder.base_model, tokenizer.stop_ids, tokenizer.pad_id, tokenizer.bos_id,
-        dtype=dtype, shard_bytes=shard_bytes, texts={"README.md": card},
+        dtype=dtype, shard_bytes=shard_bytes, texts={"README.md": card} | _generation_config(folder.base_model, tokenizer),
     )  # fmt: skip
 
 
+
+
+def _generation_config(base_model: Path, tokenizer: Tokenizer) -> dict[str, str]:
+    """The start model's file where it names no stop token, with the run's: transformers looks nowhere else, and would never stop."""
+    path = base_model / "generation_config.json"
+    if not path.is_file():
+        return {}  # transformers makes one from config.json
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    if fields.get("eos_token_id") is not None:
+        return {}
+    return {path.name: json.dumps(fields | {"eos_token_id": list(tokenizer.stop_ids)}, indent=2) + "\n"}
 def model_card(config: ConfigDict, parameters: int, state: RunState, scores: Mapping[str, Any], dtype: Dtype) -> str:
     """README.md of an exported model: base, steps, resets, scores before and after with intervals, and the config.
 

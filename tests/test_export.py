@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 import tiny_run
 from factories import random_params, tiny_config, tiny_model
 from ml_collections import ConfigDict
-from model_folders import shardings
+from model_folders import edit_json, shardings
 from safetensors.numpy import load_file
 from saved_states import HOST, flip_a_bit, largest_file, new_state
 
@@ -92,6 +93,23 @@ def test_a_checkpoint_becomes_a_model_folder(finished: Path, step: int | None, e
     assert len(names) > 10
     assert f"# small, step {expected}\n" in (output / "README.md").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("given", [{"top_p": 0.9, "eos_token_id": None}, {}, None])
+def test_a_generation_config_without_a_stop_token_gets_the_runs(given: dict[str, Any] | None, run: Path, tmp_path: Path) -> None:
+    path = run / "base_model/generation_config.json"
+    path.unlink()
+    if given is not None:
+        path.write_text(json.dumps(given))
+    edit_json(run / "base_model/tokenizer_config.json", eos_token="<|im_end|>")
+    export(run, 1, tmp_path / "model", "float32")
+    written = tmp_path / "model/generation_config.json"
+    stop_ids = list(load_tokenizer(run / "base_model").stop_ids)
+    if given is None:
+        assert not written.exists()  # transformers makes one from config.json
+        assert json.loads((tmp_path / "model/config.json").read_text())["eos_token_id"] == stop_ids
+    else:
+        assert json.loads(written.read_text()) == given | {"eos_token_id": stop_ids}
 
 
 def test_the_end_of_training_writes_what_an_export_of_its_last_step_writes(finished: Path, tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ def export(run: Path, step: int | None, output: Path, dtype: Dtype, shard_bytes:
     folder = RunFolder(run)
     if not folder.config.is_file() or not folder.checkpoints.is_dir():
         raise CheckpointError(f"--run {run}: no run there, or nothing saved yet (config.json and checkpoints/ are needed)")
+    if output.resolve() == Path.cwd():
+        raise ModelError(f"--output {output} is the folder you are in, which would be replaced; give a new one")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ModelError(f"--output {output} is there already and not empty; give another folder, or remove it")
     damaged: list[str] = []
@@ -122,8 +124,6 @@ def write_model(
     )  # fmt: skip
 
 
-
-
 def _generation_config(base_model: Path, tokenizer: Tokenizer) -> dict[str, str]:
     """The start model's file where it names no stop token, with the run's: transformers looks nowhere else, and would never stop."""
     path = base_model / "generation_config.json"
@@ -133,6 +133,8 @@ def _generation_config(base_model: Path, tokenizer: Tokenizer) -> dict[str, str]
     if fields.get("eos_token_id") is not None:
         return {}
     return {path.name: json.dumps(fields | {"eos_token_id": list(tokenizer.stop_ids)}, indent=2) + "\n"}
+
+
 def model_card(config: ConfigDict, parameters: int, state: RunState, scores: Mapping[str, Any], dtype: Dtype) -> str:
     """README.md of an exported model: base, steps, resets, scores before and after with intervals, and the config.
 

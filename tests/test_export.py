@@ -190,8 +190,14 @@ def test_the_card_tells_base_steps_resets_scores_and_config() -> None:
     assert "Not measured" not in card
     fields = re.findall(r"^([a-z_.]+) = ", card, re.MULTILINE)
     assert not {name for name in fields if name.startswith(("cache_dir", "runs_dir", "checkpoint.", "monitoring."))}, "not of the result"
+    of_warm_start = {name for name in fields if name.startswith(("warmstart.", "model."))}
+    assert of_warm_start == {
+        f"model.{name}" for name in ("path", "dtype", "reference_dtype", "attention", "attention_chunk_tokens", "remat")
+    }
     own = ConfigDict(json.loads(to_json(CONFIG)))
     own.model.path = ""
+    for line in (f"model.hidden_size = {CONFIG.model.hidden_size}", f"warmstart.rows = {CONFIG.warmstart.rows}"):
+        assert line in model_card(own, 1, RunState(), {}, "float32").splitlines()
     assert "| base model | the run's own warm-start model |" in model_card(own, 1, RunState(), {}, "float32")
     assert "Not measured for this step." in model_card(own, 1, RunState(), {}, "float32")
 
@@ -208,14 +214,8 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return int(end.value.code or 0), *capsys.readouterr()
 
     return start
-    of_warm_start = {name for name in fields if name.startswith(("warmstart.", "model."))}
-    assert of_warm_start == {
-        f"model.{name}" for name in ("path", "dtype", "reference_dtype", "attention", "attention_chunk_tokens", "remat")
-    }
 
 
-    for line in (f"model.hidden_size = {CONFIG.model.hidden_size}", f"warmstart.rows = {CONFIG.warmstart.rows}"):
-        assert line in model_card(own, 1, RunState(), {}, "float32").splitlines()
 def test_the_command_exports_and_tells_of_bad_input_in_one_line(
     command: Callable[..., tuple[int, str, str]], run: Path, tmp_path: Path
 ) -> None:
@@ -234,9 +234,23 @@ def test_the_command_exports_and_tells_of_bad_input_in_one_line(
     status, out, err = command(*arguments)
     assert (status, out) == (2, "")
     assert err == f"error: --output {output} is there already and not empty; give another folder, or remove it\n"
-    status, _, err = command("--run", str(run), "--output", str(tmp_path / "other"), "--shard-size-gb", "0")
-    assert status == 2
-    assert "--shard-size-gb 0.0: must be positive" in err
+    for size in ("0.0", "nan", "inf"):
+        status, _, err = command("--run", str(run), "--output", str(tmp_path / "other"), "--shard-size-gb", size)
+        assert status == 2
+        assert f"--shard-size-gb {size}: must be a positive number" in err
+
+
+def test_the_target_may_be_a_link_but_not_the_current_folder(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    export(finished, 1, tmp_path / "link", "float32")
+    assert (tmp_path / "link").is_symlink()
+    assert hf.read_config(tmp_path / "disk") == MODEL
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for output in (Path(), tmp_path / "here"):
+        with pytest.raises(ModelError, match="is the folder you are in"):
+            export(finished, 1, output, "float32")
 
 
 MEASURE = """

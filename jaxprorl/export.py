@@ -1,5 +1,6 @@
 """The policy of a run as an ordinary model folder, with a card that says where it comes from."""
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from jaxprorl.start import abstract_params
 from jaxprorl.state import RunState
 
 Dtype = Literal["float32", "bfloat16"]
+# What a run with model.path does not read: the shape and the making of a start model of its own.
+OF_WARM_START = ("warmstart.", *(f"model.{field.name}" for field in dataclasses.fields(Qwen2Config)))
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,8 @@ def export(run: Path, step: int | None, output: Path, dtype: Dtype, shard_bytes:
     folder = RunFolder(run)
     if not folder.config.is_file() or not folder.checkpoints.is_dir():
         raise CheckpointError(f"--run {run}: no run there, or nothing saved yet (config.json and checkpoints/ are needed)")
+    if output.resolve() == Path.cwd():
+        raise ModelError(f"--output {output} is the folder you are in, which would be replaced; give a new one")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ModelError(f"--output {output} is there already and not empty; give another folder, or remove it")
     damaged: list[str] = []
@@ -116,8 +121,19 @@ def write_model(
     card = model_card(config, parameter_count(model_config), state, scores, dtype)
     hf.write_folder(
         output, model_config, params, folder.base_model, tokenizer.stop_ids, tokenizer.pad_id, tokenizer.bos_id,
-        dtype=dtype, shard_bytes=shard_bytes, texts={"README.md": card},
+        dtype=dtype, shard_bytes=shard_bytes, texts={"README.md": card} | _generation_config(folder.base_model, tokenizer),
     )  # fmt: skip
+
+
+def _generation_config(base_model: Path, tokenizer: Tokenizer) -> dict[str, str]:
+    """The start model's file where it names no stop token, with the run's: transformers looks nowhere else, and would never stop."""
+    path = base_model / "generation_config.json"
+    if not path.is_file():
+        return {}  # transformers makes one from config.json
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    if fields.get("eos_token_id") is not None:
+        return {}
+    return {path.name: json.dumps(fields | {"eos_token_id": list(tokenizer.stop_ids)}, indent=2) + "\n"}
 
 
 def model_card(config: ConfigDict, parameters: int, state: RunState, scores: Mapping[str, Any], dtype: Dtype) -> str:
@@ -154,7 +170,8 @@ def model_card(config: ConfigDict, parameters: int, state: RunState, scores: Map
         ]  # fmt: skip
     else:
         lines.append("Not measured for this step.")
-    fields = [f"{name} = {json.dumps(value)}" for name, value in _flat(json.loads(to_json(config))) if not name.startswith(FREE_FIELDS)]
+    left_out = FREE_FIELDS + (OF_WARM_START if config.model.path else ())
+    fields = [f"{name} = {json.dumps(value)}" for name, value in _flat(json.loads(to_json(config))) if not name.startswith(left_out)]
     lines += ["", "## Config", "", "<details><summary>the fields that the result depends on</summary>", "", "```", *fields, "```", ""]
     return "\n".join([*lines, "</details>", ""])
 

@@ -23,8 +23,8 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32, what training holds")
     parser.add_argument("--shard-size-gb", type=float, default=5.0, help="largest size of a file, in 10^9 bytes (default 5)")
     arguments = parser.parse_args()
-    if not arguments.shard_size_gb > 0:
-        parser.error(f"--shard-size-gb {arguments.shard_size_gb}: must be positive")
+    if not 0 < arguments.shard_size_gb < float("inf"):
+        parser.error(f"--shard-size-gb {arguments.shard_size_gb}: must be a positive number")
 
     from jaxprorl.export import export
 

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 import tiny_run
 from factories import random_params, tiny_config, tiny_model
 from ml_collections import ConfigDict
-from model_folders import shardings
+from model_folders import edit_json, shardings
 from safetensors.numpy import load_file
 from saved_states import HOST, flip_a_bit, largest_file, new_state
 
@@ -92,6 +93,23 @@ def test_a_checkpoint_becomes_a_model_folder(finished: Path, step: int | None, e
     assert len(names) > 10
     assert f"# small, step {expected}\n" in (output / "README.md").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("given", [{"top_p": 0.9, "eos_token_id": None}, {}, None])
+def test_a_generation_config_without_a_stop_token_gets_the_runs(given: dict[str, Any] | None, run: Path, tmp_path: Path) -> None:
+    path = run / "base_model/generation_config.json"
+    path.unlink()
+    if given is not None:
+        path.write_text(json.dumps(given))
+    edit_json(run / "base_model/tokenizer_config.json", eos_token="<|im_end|>")
+    export(run, 1, tmp_path / "model", "float32")
+    written = tmp_path / "model/generation_config.json"
+    stop_ids = list(load_tokenizer(run / "base_model").stop_ids)
+    if given is None:
+        assert not written.exists()  # transformers makes one from config.json
+        assert json.loads((tmp_path / "model/config.json").read_text())["eos_token_id"] == stop_ids
+    else:
+        assert json.loads(written.read_text()) == given | {"eos_token_id": stop_ids}
 
 
 def test_the_end_of_training_writes_what_an_export_of_its_last_step_writes(finished: Path, tmp_path: Path) -> None:
@@ -172,8 +190,14 @@ def test_the_card_tells_base_steps_resets_scores_and_config() -> None:
     assert "Not measured" not in card
     fields = re.findall(r"^([a-z_.]+) = ", card, re.MULTILINE)
     assert not {name for name in fields if name.startswith(("cache_dir", "runs_dir", "checkpoint.", "monitoring."))}, "not of the result"
+    of_warm_start = {name for name in fields if name.startswith(("warmstart.", "model."))}
+    assert of_warm_start == {
+        f"model.{name}" for name in ("path", "dtype", "reference_dtype", "attention", "attention_chunk_tokens", "remat")
+    }
     own = ConfigDict(json.loads(to_json(CONFIG)))
     own.model.path = ""
+    for line in (f"model.hidden_size = {CONFIG.model.hidden_size}", f"warmstart.rows = {CONFIG.warmstart.rows}"):
+        assert line in model_card(own, 1, RunState(), {}, "float32").splitlines()
     assert "| base model | the run's own warm-start model |" in model_card(own, 1, RunState(), {}, "float32")
     assert "Not measured for this step." in model_card(own, 1, RunState(), {}, "float32")
 
@@ -210,9 +234,23 @@ def test_the_command_exports_and_tells_of_bad_input_in_one_line(
     status, out, err = command(*arguments)
     assert (status, out) == (2, "")
     assert err == f"error: --output {output} is there already and not empty; give another folder, or remove it\n"
-    status, _, err = command("--run", str(run), "--output", str(tmp_path / "other"), "--shard-size-gb", "0")
-    assert status == 2
-    assert "--shard-size-gb 0.0: must be positive" in err
+    for size in ("0.0", "nan", "inf"):
+        status, _, err = command("--run", str(run), "--output", str(tmp_path / "other"), "--shard-size-gb", size)
+        assert status == 2
+        assert f"--shard-size-gb {size}: must be a positive number" in err
+
+
+def test_the_target_may_be_a_link_but_not_the_current_folder(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    export(finished, 1, tmp_path / "link", "float32")
+    assert (tmp_path / "link").is_symlink()
+    assert hf.read_config(tmp_path / "disk") == MODEL
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for output in (Path(), tmp_path / "here"):
+        with pytest.raises(ModelError, match="is the folder you are in"):
+            export(finished, 1, output, "float32")
 
 
 MEASURE = """

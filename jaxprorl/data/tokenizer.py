@@ -93,7 +93,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: not JSON ({error})") from error
     if not isinstance(content, dict):
         raise DataError(f"{file}: must hold one JSON object")

@@ -121,7 +121,7 @@ def test_a_template_of_another_form_is_none(folder: Path, templates: object) -> 
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-@pytest.mark.parametrize("content", ["{", "[]", ""])
+@pytest.mark.parametrize("content", ["{", "[]", "", "[" * 100_000], ids=["open", "list", "empty", "deep"])
 def test_broken_files(folder: Path, name: str, content: str) -> None:
     (folder / name).write_text(content)
     with pytest.raises(DataError, match=name):

@@ -157,6 +157,9 @@ def test_rope_theta_is_found_in_either_form(model: Path, form: dict[str, Any]) -
         ({"num_attention_heads": True}, ["num_attention_heads", "true"]),
         ({"hidden_size": 0}, ["hidden_size", "0", "positive"]),
         ({"rms_norm_eps": -1e-6}, ["rms_norm_eps", "positive"]),
+        ({"rms_norm_eps": 10**400}, ["rms_norm_eps", "positive"]),
+        ({"num_hidden_layers": 10**15, "layer_types": ["full_attention"]}, ["layer_types", "num_hidden_layers = 1000000000000000"]),
+        ({"layer_types": "full_attention"}, ["layer_types"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads = 3", "divide", "num_attention_heads = 4"]),
         ({"head_dim": None, "hidden_size": 34}, ["num_attention_heads = 4", "hidden_size = 34", "head_dim"]),
         ({"head_dim": 7}, ["head_dim = 7", "even"]),
@@ -188,7 +191,7 @@ def test_null_means_left_out(model: Path) -> None:
 def test_a_folder_without_config_or_with_a_broken_one_is_refused(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ModelError, match=r"nowhere/config\.json does not exist"):
         read_config(tmp_path / "nowhere")
-    for content in (b"{", b"[]", b"\xff\xfe"):
+    for content in (b"{", b"[]", b"\xff\xfe", b"[" * 100_000):
         (model / "config.json").write_bytes(content)
         with pytest.raises(ModelError, match=r"config\.json is not"):
             read_config(model)

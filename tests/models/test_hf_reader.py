@@ -123,6 +123,10 @@ def test_many_missing_tensors_are_counted_and_not_all_listed(model: Path) -> Non
     refused(model, "missing tensors [model.layers.2.input_layernorm.weight, ", "… 12 in all", c=c)
 
 
+def test_far_too_many_layers_are_refused_before_their_keys_are_listed(model: Path) -> None:
+    refused(model, "num_hidden_layers = 1000000000000000, the files hold 26 tensors", c=tiny_model(num_hidden_layers=10**15))
+
+
 def test_the_flag_decides_whether_the_head_is_the_embedding(model: Path, tmp_path: Path) -> None:
     embed = load_file(model / "model.safetensors")[EMBED]
     refused(model, "missing", HEAD, "tie_word_embeddings = false", c=tiny_model(tie_word_embeddings=False))
@@ -185,7 +189,8 @@ def test_files_that_do_not_belong_together_are_refused(model: Path) -> None:
     write_index(model, places)
     (model / second).unlink()
     refused(model, "index.json names files that are not there", second)
-    for text in ("{", "[]", "{}", json.dumps({"weight_map": 3}), json.dumps({"weight_map": {"a": ["b"]}})):
+    maps = [3, {"a": ["b"]}, {"a": 3}]
+    for text in ("{", "[]", "{}", "[" * 100_000, *(json.dumps({"weight_map": value}) for value in maps)):
         (model / "model.safetensors.index.json").write_text(text)
         refused(model, "index.json is not an index")
 

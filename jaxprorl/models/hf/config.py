@@ -4,6 +4,7 @@ A default taken instead of a field that was there makes a model that runs, and i
 """
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} does not exist; a Hugging Face model folder holds config.json, *.safetensors and tokenizer.json")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{path} is not a JSON object")
@@ -158,7 +159,7 @@ def _number(path: Path, fields: Mapping[str, Any], name: str, kind: type[int] | 
         raise ModelError(f"{path} has no field {name!r}")
     value = fields[name]
     ok = type(value) is int if kind is int else type(value) in (int, float)
-    if not ok or not 0 < value < float("inf"):
+    if not ok or not 0 < value <= sys.float_info.max:
         raise ModelError(f"{path}: {name} = {json.dumps(value)} must be a positive {'whole ' if kind is int else ''}number")
     return kind(value)
 
@@ -202,8 +203,8 @@ def _rope_theta(path: Path, fields: Mapping[str, Any]) -> float:
 
 
 def _check_layer_types(path: Path, fields: Mapping[str, Any], layers: int) -> None:
-    types = fields.get("layer_types", ["full_attention"] * layers)
-    if types != ["full_attention"] * layers:
+    types = fields.get("layer_types")
+    if types is not None and not (isinstance(types, list) and len(types) == layers and all(kind == "full_attention" for kind in types)):
         raise ModelError(
             f"{path}: layer_types = {json.dumps(types)} is not supported, only 'full_attention' for each of num_hidden_layers = {layers} is"
         )

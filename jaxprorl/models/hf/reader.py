@@ -157,6 +157,8 @@ def _open(file: Path, stack: ExitStack) -> list[Tensor]:
 
 
 def _check_headers(folder: Path, c: Qwen2Config, tensors: Mapping[str, Tensor]) -> None:
+    if c.num_hidden_layers > len(tensors):  # before keys are listed, of which a wrong number could fill the memory
+        raise ModelError(f"{folder}: config.json says num_hidden_layers = {c.num_hidden_layers}, the files hold {len(tensors)} tensors")
     shapes = {key: hf_shape(declaration) for declaration in declarations(c).values() for key in hf_keys(declaration)}
     missing, left_over = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing or left_over:
@@ -200,8 +202,10 @@ def _read_index(folder: Path, files: Sequence[Path]) -> dict[str, str] | None:
         return None
     try:
         index: dict[str, str] = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        if not all(isinstance(name, str) for name in index.values()):
+            raise TypeError("weight_map holds something else than file names")
         missing = sorted(set(index.values()) - {file.name for file in files})
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"{path} is not an index of safetensors files: {error!r}") from None
     if missing:
         raise ModelError(f"{path} names files that are not there: {_shown(missing)}; get them, or all files of the model anew")

@@ -60,7 +60,7 @@ def write_folder(
     Raises:
         ModelError: the folder cannot be written, e.g. because the disk is full. Nothing is left of it then; an older one stays.
     """
-    target = Path(folder)
+    target = Path(folder).resolve()  # behind a link, where the space is
     aside = target.with_name(f"{target.name}.writing")
     shards = plan_shards(c, dtype, shard_bytes)
     try:

@@ -115,7 +115,7 @@ def test_everything_lies_in_the_micro_batches_that_are_in_use() -> None:
 
 def test_without_packing_rows_hold_one_sequence_each_from_their_first_token_on() -> None:
     groups = random_groups(4)
-    packed, alone = (host_batch(tiny_config(batch__packing=packing), groups, np.ones((4, 4), np.float32)) for packing in (True, False))
+    packed, alone = (host_batch(tiny_config(batch__packing=packing), groups) for packing in (True, False))
     assert packed["segment_ids"].max() > 1
     assert alone["segment_ids"].max() == 1
     assert (np.diff(alone["segment_ids"], axis=-1) <= 0).all()  # padding follows

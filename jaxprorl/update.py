@@ -94,7 +94,8 @@ def objective(
     mask_BS, segment_ids_BS, advantage_BS = rows["mask"], rows["segment_ids"], rows["advantage"]
     engine_logp_BS, reference_logp_BS = rows["engine_logp"], rows["reference_logp"]
     # With one update per batch the policy that the trainer started from is the one it differentiates: the ratio is exactly 1.
-    old_logp_BS = engine_logp_BS if c.old_logp == "engine" else rows.get("old_logp", jax.lax.stop_gradient(logp_BS))
+    trainer_logp_BS = rows.get("old_logp", jax.lax.stop_gradient(logp_BS))
+    old_logp_BS = engine_logp_BS if c.old_logp == "engine" else trainer_logp_BS
 
     log_ratio_BS = losses.log_ratio(logp_BS, old_logp_BS)
     if c.policy_loss == "gspo":
@@ -111,8 +112,9 @@ def objective(
     if c.kl_placement == "loss":
         loss_BS += c.kl_coefficient * kl.KL_ESTIMATORS[c.kl_estimator](logp_BS, reference_logp_BS)
 
+    clips = c.policy_loss != "reinforce"
     ratio_BS, k3_BS = jnp.exp(log_ratio_BS), kl.k3(logp_BS, reference_logp_BS)
-    mismatch = correction.mismatch(old_logp_BS, engine_logp_BS, mask_BS)
+    mismatch = correction.mismatch(trainer_logp_BS, engine_logp_BS, mask_BS)
     per_token = {
         "loss.policy": rows["weight"] * policy_BS,
         "loss.total": rows["weight"] * loss_BS,
@@ -120,8 +122,8 @@ def objective(
         "kl.k2": kl.k2(logp_BS, reference_logp_BS),
         "kl.k3": k3_BS,
         "entropy": entropy_BS,
-        "clip.low_share": losses.clipped_low(ratio_BS, advantage_BS, c.clip_low),
-        "clip.high_share": losses.clipped_high(ratio_BS, advantage_BS, c.clip_high),
+        "clip.low_share": losses.clipped_low(ratio_BS, advantage_BS, c.clip_low) & clips,
+        "clip.high_share": losses.clipped_high(ratio_BS, advantage_BS, c.clip_high) & clips,
         "mismatch.mean": mismatch["gap"],
         "mismatch.k3": mismatch["k3"],
         "importance.mean": mismatch["weight"],
@@ -220,7 +222,9 @@ def host_metrics(metrics: dict[str, Any]) -> dict[str, float]:
     for name, value in values.items():
         if name.endswith((".min", ".max")):
             result[name] = float(value[used].min() if name.endswith(".min") else value[used].max())
-        elif name in ("grad_norm", "update_norm", "learning_rate", "loss.policy", "loss.total"):
+        elif name == "learning_rate":
+            result[name] = float(value[used][-1])
+        elif name in ("grad_norm", "update_norm", "loss.policy", "loss.total"):
             result[name] = float(value[used].mean())
         else:
             result[name] = float(np.average(value[used], weights=tokens[used]))

@@ -141,7 +141,7 @@ def make_train_step(
     """The K updates of one rollout batch, to be jitted with the state donated: (state, batch, fixed, advantage_PN) -> (state, metrics).
 
     The batch holds [U, M, B, S] arrays (U updates, M micro-batches of B rows) and `micro_batches` [U], how many of the M
-    are in use; the rest costs nothing. An update without tokens, or with a gradient that is not finite, changes nothing.
+    are in use; the rest costs nothing. An update without tokens, or with a gradient or a change that is not finite, changes nothing.
     Metrics come back per update, [U].
     """
     optimizer = make_optimizer(config)
@@ -164,13 +164,13 @@ def make_train_step(
         gradients, sums, tokens = jax.lax.fori_loop(0, used, body, (gradients, sums, tokens))
         count = jnp.sum(rows["mask"])
         gradients = jax.tree.map(lambda g: g / jnp.maximum(denominator, 1.0).astype(g.dtype), gradients)
-        grad_norm = optax.tree.norm(gradients)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         new = TrainState(optax.apply_updates(state.params, updates), state.reference, opt_state)
-        sound = jnp.isfinite(grad_norm)
+        grad_norm, update_norm = optax.tree.norm(gradients), optax.tree.norm(updates)
+        sound = jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)  # a sound gradient overflows with too high a rate
         metrics = update_metrics(sums, tokens, rows["mask"], count, denominator) | {
             "grad_norm": grad_norm,
-            "update_norm": optax.tree.norm(updates),
+            "update_norm": update_norm,
             "learning_rate": jnp.asarray(schedule(update_count(state.opt_state)), jnp.float32),
             "updates.skipped": ((count > 0) & ~sound).astype(jnp.int32),
         }

@@ -67,6 +67,6 @@ def test_skipped_updates_are_warned_of_and_stop_the_run_at_the_limit() -> None:
     assert training.recorder.events == training.recorder.notes == []
     after([1, 1], 2)
     assert training.recorder.events == [(9, "skipped_updates", {"count": 2, "in_a_row": 2})]
-    assert training.recorder.notes == ["WARNING: step 9: 2 updates skipped, their gradient is not finite"]
+    assert training.recorder.notes == ["WARNING: step 9: 2 updates skipped, their gradient or change is not finite"]
     with pytest.raises(NonFiniteError, match=r"step 9: 3 updates in a row .*optimizer\.max_skipped_updates = 3.*learning_rate"):
         after([1, 0], 3)

@@ -288,6 +288,15 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped_and_counted() -> None
     assert shown == {"updates": 0.0, "updates.skipped": 2.0, "tokens.trained": 0.0}
 
 
+@pytest.mark.slow
+def test_an_update_that_overflows_is_skipped_and_counted_though_its_gradient_is_finite() -> None:
+    config = tiny_config(optimizer__learning_rate=1e38)
+    state, metrics = train(config, dtype="float32")
+    assert np.isfinite(metrics["grad_norm"]).all()
+    np.testing.assert_array_equal(metrics["updates.skipped"], [1, 1])
+    assert difference(state, start_state(config, "float32")) == 0
+
+
 def test_skipped_updates_are_counted_in_a_row_over_steps_and_empty_updates() -> None:
     def step(tokens: list[float], skipped: list[int]) -> dict[str, np.ndarray]:
         return {"tokens.trained": np.array(tokens), "updates.skipped": np.array(skipped)}

@@ -43,7 +43,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "tokens.per_update": ("tokens", "mean of that over the updates"),
     "tokens.wasted": ("tokens", "sampled and never trained on: groups dropped in this step, and surplus that was discarded or expired"),
     "updates": ("updates", "optimizer updates made in this step"),
-    "updates.skipped": ("updates", "not made, because their gradient was not finite"),
+    "updates.skipped": ("updates", "not made, because their gradient or the change was not finite"),
     "loss.policy": ("1", "corrected policy loss, aggregated as configured, mean over the step's updates"),
     "loss.total": ("1", "the same with KL and entropy bonus"),
     "kl.k1": ("nats/token", "mean of log(policy / reference): unbiased, may be negative"),

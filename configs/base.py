@@ -129,7 +129,7 @@ def get_config() -> ConfigDict:
     c.optimizer.weight_decay = 0.0  # decoupled, times the learning rate; 0 = none
     c.optimizer.decay_vectors = False  # decay norm scales and biases too
     c.optimizer.clip_norm = 1.0  # global gradient norm
-    c.optimizer.max_skipped_updates = 8  # so many updates in a row with a gradient that is not finite (each is skipped) stop the run
+    c.optimizer.max_skipped_updates = 8  # so many updates in a row with a non-finite gradient or change (each is skipped) stop the run
 
     c.resets = ConfigDict()  # the controller is blind: it sees the step number, never validation
     c.resets.every_steps = 0  # a reset after every so many steps; 0 = never

@@ -120,7 +120,9 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         host = read_host(folder.checkpoints, step)
         check_identity(config, host.identity, identity)
         state, run, offsets = restore_state(folder.checkpoints, step, abstract), host.run, host.offsets
-        left = surplus.decode(host.surplus, splits.train)
+        left = surplus.usable(surplus.decode(host.surplus, splits.train), config, run.policy_version)
+        if len(left) < len(host.surplus):
+            progress.note(f"WARNING: {len(host.surplus) - len(left)} surplus groups do not fit the changed config or data; discarded")
         checkpoints.forget_after(step)  # only damaged ones are later
     else:
         params = read_start_params(base, model_config, shardings.params)

@@ -38,7 +38,7 @@ class RunState:
         rl_s: seconds spent in steps so far (reported only).
         rollout_s: seconds of those spent in rollouts (reported only).
         cap_steps: steps in a row, up to the last, whose batch was not full.
-        skipped_in_a_row: updates in a row, up to the last, that were skipped because their gradient was not finite.
+        skipped_in_a_row: updates in a row, up to the last, that were skipped: gradient or change not finite.
     """
 
     step: int = 0

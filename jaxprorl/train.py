@@ -56,7 +56,7 @@ def train(config: ConfigDict) -> dict[str, Any]:
         CheckpointError: the newest checkpoint is damaged or of something else, or the disk is full.
         RunLockedError: another process works in the run's folder.
         GraderError: `grading.max_error_share` was exceeded.
-        NonFiniteError: `optimizer.max_skipped_updates` updates in a row had a gradient that is not finite.
+        NonFiniteError: `optimizer.max_skipped_updates` updates in a row had a gradient or a change that is not finite.
         Preempted: SIGTERM or SIGUSR1 came; the run is saved (a SystemExit with `preemption.EXIT_STATUS`).
     """
     validate(config)
@@ -188,10 +188,10 @@ def check_updates(training: Training, done: Step, run: RunState) -> None:
     if not skipped:
         return
     training.recorder.event(done.number, "skipped_updates", count=skipped, in_a_row=run.skipped_in_a_row)
-    training.recorder.progress.note(f"WARNING: step {done.number}: {skipped} updates skipped, their gradient is not finite")
+    training.recorder.progress.note(f"WARNING: step {done.number}: {skipped} updates skipped, their gradient or change is not finite")
     if run.skipped_in_a_row >= limit:
         raise NonFiniteError(
-            f"step {done.number}: {run.skipped_in_a_row} updates in a row had a gradient that is not finite and were skipped "
+            f"step {done.number}: {run.skipped_in_a_row} updates in a row had a gradient or a change that is not finite and were skipped "
             f"(optimizer.max_skipped_updates = {limit}). Lower optimizer.learning_rate or go on from an earlier checkpoint"
         )
 

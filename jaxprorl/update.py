@@ -95,7 +95,8 @@ def objective(
     mask_BS, segment_ids_BS, advantage_BS = rows["mask"], rows["segment_ids"], rows["advantage"]
     engine_logp_BS, reference_logp_BS = rows["engine_logp"], rows["reference_logp"]
     # With one update per batch the policy that the trainer started from is the one it differentiates: the ratio is exactly 1.
-    old_logp_BS = engine_logp_BS if c.old_logp == "engine" else rows.get("old_logp", jax.lax.stop_gradient(logp_BS))
+    trainer_logp_BS = rows.get("old_logp", jax.lax.stop_gradient(logp_BS))
+    old_logp_BS = engine_logp_BS if c.old_logp == "engine" else trainer_logp_BS
 
     log_ratio_BS = losses.log_ratio(logp_BS, old_logp_BS)
     if c.policy_loss == "gspo":
@@ -112,8 +113,9 @@ def objective(
     if c.kl_placement == "loss":
         loss_BS += c.kl_coefficient * kl.KL_ESTIMATORS[c.kl_estimator](logp_BS, reference_logp_BS)
 
+    clips = c.policy_loss != "reinforce"
     ratio_BS, k3_BS = jnp.exp(log_ratio_BS), kl.k3(logp_BS, reference_logp_BS)
-    mismatch = correction.mismatch(old_logp_BS, engine_logp_BS, mask_BS)
+    mismatch = correction.mismatch(trainer_logp_BS, engine_logp_BS, mask_BS)
     per_token = {
         "loss.policy": rows["weight"] * policy_BS,
         "loss.total": rows["weight"] * loss_BS,
@@ -121,8 +123,8 @@ def objective(
         "kl.k2": kl.k2(logp_BS, reference_logp_BS),
         "kl.k3": k3_BS,
         "entropy": entropy_BS,
-        "clip.low_share": losses.clipped_low(ratio_BS, advantage_BS, c.clip_low),
-        "clip.high_share": losses.clipped_high(ratio_BS, advantage_BS, c.clip_high),
+        "clip.low_share": losses.clipped_low(ratio_BS, advantage_BS, c.clip_low) & clips,
+        "clip.high_share": losses.clipped_high(ratio_BS, advantage_BS, c.clip_high) & clips,
         "mismatch.mean": mismatch["gap"],
         "mismatch.k3": mismatch["k3"],
         "importance.mean": mismatch["weight"],
@@ -140,7 +142,7 @@ def make_train_step(
     """The K updates of one rollout batch, to be jitted with the state donated: (state, batch, fixed, advantage_PN) -> (state, metrics).
 
     The batch holds [U, M, B, S] arrays (U updates, M micro-batches of B rows) and `micro_batches` [U], how many of the M
-    are in use; the rest costs nothing. An update without tokens, or with a gradient that is not finite, changes nothing.
+    are in use; the rest costs nothing. An update without tokens, or with a gradient or a change that is not finite, changes nothing.
     Metrics come back per update, [U]. `gradient_shardings`: where gradients are summed up, by parameter; None = where the compiler likes.
     """
     optimizer = make_optimizer(config)
@@ -164,13 +166,13 @@ def make_train_step(
         gradients, sums, tokens = jax.lax.fori_loop(0, used, body, (gradients, sums, tokens))
         count = jnp.sum(rows["mask"])
         gradients = jax.tree.map(lambda g: g / jnp.maximum(denominator, 1.0).astype(g.dtype), gradients)
-        grad_norm = optax.tree.norm(gradients)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         new = TrainState(optax.apply_updates(state.params, updates), state.reference, opt_state)
-        sound = jnp.isfinite(grad_norm)
+        grad_norm, update_norm = optax.tree.norm(gradients), optax.tree.norm(updates)
+        sound = jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)  # a sound gradient overflows with too high a rate
         metrics = update_metrics(sums, tokens, rows["mask"], count, denominator) | {
             "grad_norm": grad_norm,
-            "update_norm": optax.tree.norm(updates),
+            "update_norm": update_norm,
             "learning_rate": learning_rate(state.opt_state, config),
             "updates.skipped": ((count > 0) & ~sound).astype(jnp.int32),
         }
@@ -222,7 +224,9 @@ def host_metrics(metrics: dict[str, Any]) -> dict[str, float]:
     for name, value in values.items():
         if name.endswith((".min", ".max")):
             result[name] = float(value[used].min() if name.endswith(".min") else value[used].max())
-        elif name in ("grad_norm", "update_norm", "learning_rate", "loss.policy", "loss.total"):
+        elif name == "learning_rate":
+            result[name] = float(value[used][-1])
+        elif name in ("grad_norm", "update_norm", "loss.policy", "loss.total"):
             result[name] = float(value[used].mean())
         else:
             result[name] = float(np.average(value[used], weights=tokens[used]))

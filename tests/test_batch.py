@@ -6,6 +6,7 @@ import pytest
 from factories import make_group, make_prompt, random_groups, tiny_config
 
 from jaxprorl.batch import batch_advantages, batch_shapes, device_batch, host_batch, micro_batches_per_update
+from jaxprorl.rollout.groups import shaped
 from jaxprorl.sharding.mesh import make_mesh
 from jaxprorl.types import Group
 
@@ -78,6 +79,46 @@ def test_kl_in_the_reward_is_taken_off_before_the_group_statistics() -> None:
     np.testing.assert_allclose(batch_advantages(config, [group], 0, kl_sum_PN)[0], [0.75, -0.25, -0.25, -0.25])
 
 
+def test_statistics_over_tokens_weigh_answers_by_their_lengths() -> None:
+    groups = [make_group(make_prompt(0), [[1] * 3, [2], [3], [4]], [1.0, 0.0, 0.0, 0.0])]
+    # x = 3/4, -1/4, -1/4, -1/4 with weights 3, 1, 1, 1: mean 1/4, deviation 1/2. Unweighted they would be 0 and sqrt(3)/4.
+    config = tiny_config(algorithm__advantage="reinforce_pp_token")
+    np.testing.assert_allclose(batch_advantages(config, groups, 0, np.zeros((4, 4)))[0], [1, -1, -1, -1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # Rewards 1, 1, 0, 1; the limit is 12 tokens and the lengths are 12, 10, 12 and 11. The second answer did not stop, nor the third.
+        ({"stopping": "overlong", "penalty": 0.4, "buffer_tokens": 4}, [1 - 0.4, 1 - 0.2, -0.4, 1 - 0.3]),
+        ({"stopping": "non_termination", "penalty": 0.25}, [1, 1 - 0.25, -0.25, 1]),
+        ({"stopping": "stop_properly", "coefficient": 0.5}, [1, 0.5, 0, 1]),
+        # The term is -2 at the limit, and 4 (1 + cos(pi t / 12)) / 2 more below it.
+        (
+            {"cosine_weight": 0.5, "cosine_minimum": -2.0, "cosine_maximum": 2.0},
+            [1 - 1, 1 - 1 + (1 + np.cos(np.pi * 10 / 12)), -1, 1 - 1 + (1 + np.cos(np.pi * 11 / 12))],
+        ),
+    ],
+)
+def test_every_shaping_field_reaches_the_rewards(changes: dict[str, object], expected: list[float]) -> None:
+    config = tiny_config(**{f"shaping__{field}": value for field, value in changes.items()})
+    group = make_group(make_prompt(0), [[1] * 12, [2] * 10, [3] * 12, [4] * 11], [1.0, 1.0, 0.0, 1.0])
+    cut = [dataclasses.replace(completion, finish_reason="length") for completion in group.completions]
+    completions = (group.completions[0], cut[1], cut[2], group.completions[3])
+    reward_PN, _ = shaped(config, [dataclasses.replace(group, completions=completions)], 0)
+    np.testing.assert_allclose(reward_PN[0], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("reason", "stays"), [("stop", True), ("length", True), ("aborted", False), ("error", False)])
+def test_only_what_the_policy_or_the_limit_ended_counts(reason: str, stays: bool) -> None:
+    config = tiny_config(shaping__stopping="non_termination")
+    group = make_group(make_prompt(0), [[1], [2]], [1.0, 0.5])
+    ended = dataclasses.replace(group.completions[1], finish_reason=reason)
+    reward_PN, mask_PN = shaped(config, [dataclasses.replace(group, completions=(group.completions[0], ended))], 0)
+    np.testing.assert_array_equal(mask_PN, [[1, stays]])
+    np.testing.assert_array_equal(reward_PN, [[1, {"stop": 0.5, "length": -0.5}.get(reason, 0)]])
+
+
 def test_shaping_comes_before_the_advantages_and_follows_the_step() -> None:
     config = tiny_config(
         algorithm__advantage="dr_grpo", shaping__cosine_weight=1.0, shaping__cosine_on_steps=2, shaping__cosine_off_steps=3
@@ -115,7 +156,7 @@ def test_everything_lies_in_the_micro_batches_that_are_in_use() -> None:
 
 def test_without_packing_rows_hold_one_sequence_each_from_their_first_token_on() -> None:
     groups = random_groups(4)
-    packed, alone = (host_batch(tiny_config(batch__packing=packing), groups, np.ones((4, 4), np.float32)) for packing in (True, False))
+    packed, alone = (host_batch(tiny_config(batch__packing=packing), groups) for packing in (True, False))
     assert packed["segment_ids"].max() > 1
     assert alone["segment_ids"].max() == 1
     assert (np.diff(alone["segment_ids"], axis=-1) <= 0).all()  # padding follows

@@ -3,8 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from factories import tiny_config
+from factories import tiny_config, tiny_model
 
+from jaxprorl.models.qwen2 import declarations
 from jaxprorl.optimizer import learning_rate_schedule, make_optimizer, update_count
 
 
@@ -60,3 +61,25 @@ def test_a_fresh_state_starts_the_warmup_again() -> None:
     schedule = learning_rate_schedule(config)
     assert schedule(update_count(state)) == pytest.approx(0.01)
     assert schedule(update_count(optimizer.init(params))) == pytest.approx(0.0025)
+
+
+def test_the_cosine_ends_at_its_share_of_the_rate_with_the_warmup_counted_in() -> None:
+    config = tiny_config(
+        optimizer__schedule="cosine", optimizer__warmup_updates=3, optimizer__cosine_updates=12, optimizer__final_share=0.2
+    )
+    schedule = learning_rate_schedule(config)
+    # 1/3, 2/3 and all of 0.01, then 10 updates of half a cosine from update 2 to update 12; halfway it is at 0.6 of the rate.
+    expected = [0.01 / 3, 0.02 / 3, 0.01, 0.006, 0.002, 0.002]
+    np.testing.assert_allclose([schedule(i) for i in (0, 1, 2, 7, 12, 100)], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("vectors", [False, True])
+def test_weight_decay_leaves_norms_and_biases_alone_unless_told_otherwise(vectors: bool) -> None:
+    config = tiny_config(optimizer__weight_decay=0.5, optimizer__decay_vectors=vectors)
+    names = set(declarations(tiny_model()))
+    optimizer, params = make_optimizer(config), {name: jnp.ones(2) for name in names}
+    updates, _ = optimizer.update({name: jnp.zeros(2) for name in names}, optimizer.init(params), params)
+    matrices = {"embed", "q_kernel", "k_kernel", "v_kernel", "o_kernel", "gate_kernel", "up_kernel", "down_kernel"}
+    assert names == matrices | {"attention_norm", "mlp_norm", "final_norm", "q_bias", "k_bias", "v_bias"}
+    assert {name for name in names if updates[name].any()} == (names if vectors else matrices)
+    np.testing.assert_allclose(updates["embed"], -0.01 * 0.5, rtol=1e-6)

@@ -222,8 +222,8 @@ def test_a_step_equals_loops_over_unpacked_samples(name: str) -> None:
     assert difference(state.params, params) < tolerance
     np.testing.assert_allclose(metrics["grad_norm"], norms, rtol=tolerance * 10)
     np.testing.assert_allclose(metrics["loss.total"], losses, rtol=tolerance * 10, atol=tolerance)
-    if config.algorithm.policy_loss != "reinforce":
-        assert metrics["clip.low_share"].sum() + metrics["clip.high_share"].sum() > 0  # some tokens did reach the bounds
+    clipped = metrics["clip.low_share"].sum() + metrics["clip.high_share"].sum()
+    assert (clipped > 0) == (config.algorithm.policy_loss != "reinforce")  # some tokens did reach the bounds; reinforce has none
     if config.algorithm.correction in ("icepop", "geometric_mask"):
         assert 0 < metrics["correction.masked_share"].mean() < 1
 
@@ -286,6 +286,15 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped_and_counted() -> None
         np.testing.assert_array_equal(before, after)  # the optimizer's moments and count included
     shown = host_metrics(metrics)
     assert shown == {"updates": 0.0, "updates.skipped": 2.0, "tokens.trained": 0.0}
+
+
+@pytest.mark.slow
+def test_an_update_that_overflows_is_skipped_and_counted_though_its_gradient_is_finite() -> None:
+    config = tiny_config(optimizer__learning_rate=1e38)
+    state, metrics = train(config, dtype="float32")
+    assert np.isfinite(metrics["grad_norm"]).all()
+    np.testing.assert_array_equal(metrics["updates.skipped"], [1, 1])
+    assert difference(state, start_state(config, "float32")) == 0
 
 
 def test_skipped_updates_are_counted_in_a_row_over_steps_and_empty_updates() -> None:
@@ -373,6 +382,14 @@ def test_the_engines_log_probs_are_reported_against_and_never_trained_on() -> No
     assert (np.abs(other_metrics["mismatch.mean"] - metrics["mismatch.mean"]) > 0.01).all()
 
 
+@pytest.mark.slow
+def test_the_mismatch_is_between_engine_and_trainer_whatever_the_ratio_starts_from() -> None:
+    (_, trainers), (_, engines) = (train(tiny_config(algorithm__old_logp=choice)) for choice in ("trainer", "engine"))
+    for name in ("mismatch.mean", "mismatch.p99", "mismatch.max", "mismatch.k3", "importance.mean", "importance.mean_square"):
+        assert engines[name][0] == pytest.approx(trainers[name][0], rel=1e-9), name  # the policy of the first update is the old one
+    assert engines["mismatch.mean"][0] > 0.3
+
+
 def test_metrics_by_hand() -> None:
     two = {
         "tokens.trained": np.array([30.0, 10.0, 0.0]),
@@ -380,14 +397,18 @@ def test_metrics_by_hand() -> None:
         "ratio.max": np.array([1.0, 1.5, -np.inf]),
         "ratio.min": np.array([1.0, 0.5, np.inf]),
         "grad_norm": np.array([1.0, 3.0, 0.0]),
+        "learning_rate": np.array([1e-3, 2e-3, 3e-3]),
+        "loss.total": np.array([0.5, 1.5, 0.0]),
         "updates.skipped": np.zeros(3, bool),
         "importance.mean": np.array([1.0, 2.0, 0.0]),
         "importance.mean_square": np.array([1.5, 5.5, 0.0]),
     }
-    # Entropy by tokens: (30 x 1 + 10 x 2) / 40 = 1.25; norms by updates: (1 + 3) / 2. Of the 40 tokens' weights the sum is 30 x 1 + 10 x 2
+    # Entropy by tokens: (30 x 1 + 10 x 2) / 40 = 1.25; norms and losses by updates: (1 + 3) / 2. The
+    # rate is the last one that was applied. Of the 40 tokens' weights the sum is 30 x 1 + 10 x 2
     # = 50 and the sum of squares 30 x 1.5 + 10 x 5.5 = 100: 50^2 / (40 x 100) = 0.625 of them are in effect.
     expected = {"tokens.trained": 40.0, "tokens.per_update": 20.0, "updates": 2.0, "updates.skipped": 0.0, "entropy": 1.25}
     expected |= {"ratio.max": 1.5, "ratio.min": 0.5, "grad_norm": 2.0, "mismatch.effective_share": 0.625}
+    expected |= {"learning_rate": 2e-3, "loss.total": 1.0}
     assert host_metrics(two) == expected
     # A skipped update leaves no trace in the others' means.
     skipped = {name: np.array([np.nan, *value]) for name, value in two.items()} | {

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from jaxprorl.types import Completion, Group, Prompt, Score
 
@@ -31,8 +32,20 @@ def encode(groups: Sequence[Group]) -> list[dict[str, Any]]:
     ]
 
 
+def usable(groups: Sequence[Group], config: ConfigDict, policy_version: int) -> list[Group]:
+    """Those that a run resumed with `config`, accepted changes included, may train on: their size, lengths and age are within it."""
+    c = config.rollout
+    return [
+        group
+        for group in groups
+        if len(group.completions) == c.samples_per_prompt
+        and max(len(completion.token_ids) for completion in group.completions) <= c.max_response_tokens
+        and staleness(group, policy_version) <= c.max_staleness
+    ]
+
+
 def decode(groups: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt]) -> list[Group]:
-    """What `encode` was given, with the prompts of the train split."""
+    """What `encode` was given, with the prompts of the train split; but not groups whose prompt left it (other data was accepted)."""
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     return [
         Group(
@@ -41,6 +54,7 @@ def decode(groups: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt]) -> li
             tuple(Score(**fields) for fields in group["scores"]),
         )
         for group in groups
+        if group["prompt_id"] in by_id
     ]
 
 

@@ -211,6 +211,17 @@ def test_within_the_staleness_bound_they_are_trained_on_first_and_save_drawing()
     assert second.carried == first.surplus and second.surplus == []
 
 
+def test_carried_groups_leave_room_for_the_rest_and_do_not_count_towards_the_cap() -> None:
+    # Two of four places are taken. Of two drawn prompts one has a signal; the refill of two brings two more, one too many.
+    config = tiny_config(rollout__max_staleness=1, batch__max_drawn_factor=1.0)
+    carried = [make_group(make_prompt(i), [[i]] * 4, [1, 0, 0, 0]) for i in (30, 31)]
+    drawn = order(config, 4, 20)
+    batch = roll_out(config, set(drawn[1:]), surplus=carried, version=1, engine=FakeEngine(version=1))
+    assert (ids(batch.groups), batch.refills) == (drawn, [2])
+    assert ids(batch.trained) == [30, 31, drawn[1], drawn[2]]
+    assert ids(batch.surplus) == [drawn[3]]
+
+
 def test_surplus_that_became_too_old_expires() -> None:
     config = tiny_config(rollout__max_staleness=2, batch__prompts=2)
     made = [make_group(make_prompt(i), [[i]] * 4, [1, 0, 0, 0]) for i in range(30, 36)]  # all of version 0

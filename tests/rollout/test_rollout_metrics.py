@@ -21,6 +21,8 @@ def test_numbers_of_a_batch_by_hand() -> None:
     surplus = group(3, [None, 0.5], [5, 6])
     waiting = group(4, [1.0, 0.0], [7, 7])
     carried, expired = group(5, [0.0, 1.0], [8, 8]), group(6, [1.0, 0.0], [9, 9])
+    cut = [dataclasses.replace(completion, finish_reason="length") for completion in kept.completions]
+    kept = dataclasses.replace(kept, completions=(cut[0], kept.completions[1]))
     batch = RolloutBatch(
         groups=[kept, dropped, surplus, waiting],
         kept=[True, False, False, False],
@@ -42,6 +44,8 @@ def test_numbers_of_a_batch_by_hand() -> None:
     assert metrics["groups.zero_spread_share"] == 1 / 4
     assert metrics["groups.all_correct_share"] == 1 / 4
     assert metrics["samples.dropped_share"] == metrics["grader.error_share"] == 1 / 8
+    assert metrics["response.stop_share"] == 7 / 8
+    assert (metrics["response_tokens.mean"], metrics["response_tokens.max"]) == (38 / 8, 7)
     # Graded are 1, 0, 1, 1, 1/2, 1, 0.
     assert metrics["reward.mean"] == pytest.approx(4.5 / 7)
     assert metrics["reward.solve_rate"] == pytest.approx(4 / 7)

@@ -2,9 +2,9 @@ import dataclasses
 import json
 
 import numpy as np
-from factories import make_group, make_prompt, random_groups
+from factories import make_group, make_prompt, random_groups, tiny_config
 
-from jaxprorl.rollout.surplus import decode, encode, staleness
+from jaxprorl.rollout.surplus import decode, encode, staleness, usable
 from jaxprorl.types import Group
 
 
@@ -45,3 +45,18 @@ def test_staleness_counts_from_the_oldest_token() -> None:
     spans = [((7, 0, 1), (8, 1, 2)), ((8, 0, 1),)]
     made = [dataclasses.replace(c, version_spans=s) for c, s in zip(group.completions, spans, strict=True)]
     assert staleness(dataclasses.replace(group, completions=tuple(made)), 9) == 2
+
+
+def test_what_a_changed_run_cannot_train_on_is_left_out() -> None:
+    old, gone, small, long, fits = (
+        make_group(make_prompt(i), [[1] * length] * samples, [1.0] + [0.0] * (samples - 1))
+        for i, (length, samples) in enumerate([(2, 4), (2, 4), (2, 3), (13, 4), (12, 4)])
+    )
+    fresh = [dataclasses.replace(c, version_spans=((1, 0, 2),)) for c in old.completions]
+    groups = [dataclasses.replace(old, completions=tuple(fresh)), gone, small, long, fits]
+    found = decode(encode(groups), [group.prompt for group in groups if group is not gone])
+    assert [group.prompt.prompt_id for group in found] == [0, 2, 3, 4]
+    # Four samples of at most 12 tokens; all but the first are of version 0.
+    assert [group.prompt.prompt_id for group in usable(found, tiny_config(rollout__max_staleness=3), 3)] == [0, 4]
+    assert [group.prompt.prompt_id for group in usable(found, tiny_config(rollout__max_staleness=2), 3)] == [0]
+    assert usable(found, tiny_config(), 3) == []

@@ -12,7 +12,7 @@ from configs import base
 from jaxprorl.batch import batch_shapes, per_sample_shape
 from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import Qwen2Config, build, declarations
-from jaxprorl.sharding.mesh import make_mesh, replicated
+from jaxprorl.sharding.mesh import make_mesh, moment_shardings, replicated
 from jaxprorl.state import abstract_state, state_shardings
 from jaxprorl.update import make_log_probs, make_train_step
 
@@ -78,14 +78,16 @@ def layers(devices: list[jax.Device]) -> Program:
     return jax.jit(step, out_shardings=shardings), (weights, rows)
 
 
-def training(devices: list[jax.Device], part: str, strategy: str, attention: str = "chunked", remat: str = "full") -> Program:
+def training(
+    devices: list[jax.Device], part: str, strategy: str, attention: str = "chunked", remat: str = "full", tensor: str = "0"
+) -> Program:
     """`part` ("train_step" or "log_probs") of an update of the 1.5B model with one micro-batch of 8 x 2048 tokens, in bfloat16."""
     config = base.get_config()
     config.mesh.strategy, config.model.dtype = strategy, "bfloat16"
     config.batch.prompts, config.batch.updates, config.rollout.samples_per_prompt = 1, 1, 8
     config.batch.micro_batch_rows, config.batch.row_tokens = 8, 2048
-    mesh = make_mesh(strategy, devices)
-    graphdef = build(QWEN_1P5B, Compute("bfloat16", attention, remat=remat, mesh=mesh))
+    mesh = make_mesh(strategy, devices, {"tensor": int(tensor)})
+    graphdef = build(QWEN_1P5B, Compute("bfloat16", attention, remat=remat, mesh=mesh, strategy=strategy))
     shardings = state_shardings(config, QWEN_1P5B, mesh)
     params = {name: jax.ShapeDtypeStruct(d.shape, d.dtype, sharding=shardings.params[name]) for name, d in declarations(QWEN_1P5B).items()}
     state, batch = abstract_state(config, params, shardings), batch_shapes(config, mesh)
@@ -95,5 +97,6 @@ def training(devices: list[jax.Device], part: str, strategy: str, attention: str
     if part == "log_probs":
         rows = dict.fromkeys(names, batch["mask"].sharding)
         return jax.jit(log_probs, out_shardings=(rows, whole)), (state.params, state.reference, batch)
-    step = jax.jit(make_train_step(graphdef, config), donate_argnums=0, out_shardings=(shardings, whole))
+    train_step = make_train_step(graphdef, config, moment_shardings(QWEN_1P5B, mesh, strategy))
+    step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, whole))
     return step, (state, batch, dict.fromkeys(names, batch["mask"]), per_sample_shape(config, mesh))

@@ -21,7 +21,14 @@ EVENTS: dict[str, tuple[str, str]] = {
     "data": ("splits made and compared", "train, validation, held_out (items), duplicates_removed?, fingerprint?"),
     "compile": ("an executable was built before the loop", "name, shapes?, time_s?"),
     "evaluation": ("held-out split graded", "when (before or after), temperature, solve_rate, mean_score, per_task?"),
-    "reset": ("the reference became the policy", "optimizer (bool: Optax state started afresh), reason"),
+    "reset": (
+        "the reference became the policy, right before this step",
+        "optimizer (bool: Optax state started afresh), reason, trigger, statistics {name: value}, signals (what the trigger read: step, "
+        "training, validation, person), blind (bool: no trigger of the run can see validation), also (other triggers that fired), "
+        "before {metric: value in the step before}",
+    ),
+    "reset_effect": ("the first step after a reset", "trigger, before {metric: value in the step before}, after {metric: value}"),
+    "alarm": ("an alarm begins to ring", "alarm, action, reason, statistics {name: value}"),
     "drop": ("groups without a signal left the batch", "prompt_ids, all_correct?, all_wrong?"),
     "refill": ("more prompts drawn to fill the batch", "round, prompts (count)"),
     "cap_reached": ("no more prompts may be drawn this step", "drawn, kept, wanted"),

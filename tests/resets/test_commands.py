@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,13 @@ def test_commands_go_only_to_runs_that_take_them(run: Path, tmp_path: Path) -> N
     (run / "config.json").write_text(json.dumps({"resets": {"manual": False}}))
     with pytest.raises(ConfigError, match=r"resets\.manual = False"):
         request_reset(run, "x")
+
+
+def test_the_script(run: Path) -> None:
+    script = [sys.executable, str(Path(__file__).resolve().parents[2] / "launch/reset.py"), "--run", str(run), "--reason", "odd"]
+    done = subprocess.run(script, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{run / WAITING}: the run resets at its next step boundary\n")
+    assert take(run, 1) == "odd"
+    (run / WAITING).write_text("{}")
+    refused = subprocess.run(script, capture_output=True, text=True)
+    assert refused.returncode == 2 and refused.stderr.startswith("error: --run") and refused.stderr.count("\n") == 1

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -90,6 +90,7 @@ def loop(training: Training, preemption: Preemption) -> None:
         rollout = Rollout(config, engine, training.graders, training.splits.train, run.prompts_consumed, step, left, run.policy_version)
         run = record(training, done, state, run, left)
         state, run = reset_if_due(training, step, state, run)
+
         batch = rollout.finish()
         check_graders(training, step, batch)
         dispatched_s = time.perf_counter()
@@ -172,8 +173,8 @@ def record(training: Training, done: Step | None, state: TrainState, run: RunSta
     if due or leaving:
         host = Host(run, training.recorder.offsets(), training.identity, surplus.encode(left), watching.to_json(training.watch))
         training.checkpoints.save(state, host, done.validation.get("validation.solve_rate"), reset_boundary)
-    for alarm in alarms:
-        raise Paused if training.rules.alarms[alarm.trigger].action == "pause" else AlarmError(f"step {done.number}: {alarm.reason}")
+    if alarms:
+        end(training, done.number, alarms[0])
     return run
 
 
@@ -199,6 +200,16 @@ def decide(training: Training, number: int, values: Mapping[str, float]) -> list
         recorder.progress.note(f"ALARM: step {number}: {firing.reason} ({action})")
     ending = [firing for firing in firings if actions[firing.trigger] in ("pause", "stop")]
     return sorted(ending, key=lambda firing: actions[firing.trigger], reverse=True)
+
+
+def end(training: Training, number: int, alarm: Firing) -> NoReturn:
+    """Ends the process, which is saved, as the alarm's action says."""
+    if training.rules.alarms[alarm.trigger].action == "pause":
+        raise Paused
+    raise AlarmError(
+        f"step {number}: alarm {alarm.reason}. The run is saved; to go on all the same, change the fields of alarms.{alarm.trigger} and "
+        "name them in checkpoint.accept"
+    )
 
 
 def check_graders(training: Training, step: int, batch: RolloutBatch) -> None:

@@ -202,6 +202,6 @@ def test_stop_saves_and_ends_with_an_error(home: Path, tmp_path: Path) -> None:
     options = (*NO_RESETS, "run_name=stopped", "alarms.entropy_collapse.action=stop", "alarms.entropy_collapse.floor=100.0")
     for steps_done in (1, 2):  # it stops again as long as it rings
         ended = tiny_run.Command(place, *options).wait()
-        assert ended.status == 2 and "error: step" in ended.stderr and "entropy_collapse" in ended.stderr
+        assert ended.status == 2 and "error: step" in ended.stderr and "alarms.entropy_collapse" in ended.stderr
         assert commit.committed_steps(place / "runs/stopped/checkpoints")[-1] == steps_done
     assert json.loads((place / "runs/stopped/config.json").read_text())["alarms"]["entropy_collapse"]["action"] == "stop"

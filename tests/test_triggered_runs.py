@@ -120,19 +120,13 @@ def test_the_checkpoint_before_a_reset_holds_its_decision(triggered: Path) -> No
 def test_killed_around_a_triggered_reset_a_run_equals_the_uninterrupted_one(
     triggered: Path, options: tuple[str, ...], home: Path, tmp_path: Path
 ) -> None:
-    """First with the reset dispatched; then, if its checkpoint was committed, in the first step after it, before `reset_effect`."""
+    """Its checkpoint on the disk; then with the reset dispatched, before its event; then in the step after it, before `reset_effect`."""
     place = place_in(tmp_path, home)
-    first = resets_of(triggered)[0]["step"]
-    kill(place, "reset", *options, "run_name=triggered")
-    kill(place, f"update:{first + 1}" if not committed(place, first) else "update:1", *options, "run_name=triggered")
-    assert committed(place, first), "a decode later it is on the disk"
-    ended = tiny_run.train(place, *options, "run_name=triggered")
-    assert f"going on from the checkpoint of step {first}" in ended.stdout
+    for point in ("just_after_saving", "reset", "update:1"):
+        kill(place, point, *options, "run_name=triggered")
+        assert commit.committed_steps(place / "runs/triggered/checkpoints") == [resets_of(triggered)[0]["step"]]
+    tiny_run.train(place, *options, "run_name=triggered")
     assert_same_run(place / "runs/triggered", triggered)
-
-
-def committed(place: Path, step: int) -> bool:
-    return step in commit.committed_steps(place / "runs/triggered/checkpoints")
 
 
 def test_a_replay_of_the_run_finds_its_own_resets(triggered: Path) -> None:

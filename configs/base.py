@@ -131,11 +131,73 @@ def get_config() -> ConfigDict:
     c.optimizer.clip_norm = 1.0  # global gradient norm
     c.optimizer.max_skipped_updates = 8  # so many updates in a row with a non-finite gradient or change (each is skipped) stop the run
 
-    c.resets = ConfigDict()  # the controller is blind: it sees the step number, never validation
-    c.resets.every_steps = 0  # a reset after every so many steps; 0 = never
+    c.resets = ConfigDict()  # when, and what; any of the triggers is enough, fields and statistics are in docs/resets-when.md
     c.resets.reference = True  # the reference becomes the policy; False = it is left as it is
     c.resets.optimizer = "all"  # (ProRL v1), "moments_and_bias", "moments" or "none" (v2): what starts afresh, see docs/resets.md
     c.resets.warmup_updates = 0  # linear, from every reset on, whatever it resets (no paper has one); 0 = none
+    c.resets.every_steps = 0  # a reset after every so many steps; 0 = never
+    c.resets.at_steps = ()  # and right before each of these steps (counted from 0)
+    c.resets.manual = True  # and when launch/reset.py says so; the event tells that a person did
+    c.resets.blind = True  # no trigger may see validation results: the controller is built without a way in for them
+    c.resets.cooldown_steps = 0  # from one reset to the next at least; a person's command is not held back
+    c.resets.max_resets = 0  # of the run, nor by this; 0 = no limit
+    c.resets.kl_spike = ConfigDict()  # KL to the reference jumps
+    c.resets.kl_spike.on = False  # use it
+    c.resets.kl_spike.metric = "kl.k3_median"  # or "kl.k1", which is unbiased and may be negative
+    c.resets.kl_spike.window = 30  # steps of the baseline; a reset empties it (false alarms by window and z: docs/resets-when.md)
+    c.resets.kl_spike.z = 6.0  # (x - median) / (1.4826 MAD) over the baseline above which it fires; 0 = not asked
+    c.resets.kl_spike.above = 0.0  # nats/token above which it fires; 0 = not asked
+    c.resets.kl_spike.both = False  # both must hold, not either
+    c.resets.entropy_collapse = ConfigDict()  # the policy is no longer undecided
+    c.resets.entropy_collapse.on = False  # use it
+    c.resets.entropy_collapse.window = 20  # steps of the baseline
+    c.resets.entropy_collapse.floor = 0.0  # nats/token below which it fires; 0 = not asked
+    c.resets.entropy_collapse.fall = 0.5  # share of the baseline's median lost at which it fires; 0 = not asked
+    c.resets.validation = ConfigDict()  # validation is flat, or falls; not with `blind`
+    c.resets.validation.on = False  # use it
+    c.resets.validation.patience = 3  # validations in each of the two blocks that are compared; a reset starts both afresh
+    c.resets.validation.min_change = 0.05  # solve rate: a plateau is when the whole interval of the gain lies below this
+    c.resets.validation.confidence = 0.95  # of that interval
+    c.resets.validation.drop_only = False  # only when the whole interval lies below 0
+    c.resets.length = ConfigDict()  # completions get long
+    c.resets.length.on = False  # use it
+    c.resets.length.window = 20  # steps of the baseline
+    c.resets.length.factor = 2.0  # times the baseline's median of the mean length
+    c.resets.repetition = ConfigDict()  # completions repeat themselves
+    c.resets.repetition.on = False  # use it
+    c.resets.repetition.above = 0.5  # share of repeated 4-grams
+    c.resets.stop_collapse = ConfigDict()  # completions no longer end
+    c.resets.stop_collapse.on = False  # use it
+    c.resets.stop_collapse.below = 0.5  # share of completions with a stop token
+
+    # Alarms. Actions: "off", "log" = an event, "reset", "pause" = save and leave with status 75, "stop" = save and end with an error.
+    c.alarms = ConfigDict()
+    c.alarms.kl_spike = ConfigDict()
+    c.alarms.kl_spike.action = "off"  # see above
+    c.alarms.kl_spike.metric = "kl.k3_median"  # or "kl.k1"
+    c.alarms.kl_spike.window = 30  # steps of the baseline
+    c.alarms.kl_spike.z = 6.0  # robust z-score; 0 = not asked
+    c.alarms.kl_spike.above = 0.0  # nats/token; 0 = not asked
+    c.alarms.entropy_collapse = ConfigDict()
+    c.alarms.entropy_collapse.action = "off"  # see above
+    c.alarms.entropy_collapse.floor = 0.05  # nats/token
+    c.alarms.skipped_updates = ConfigDict()
+    c.alarms.skipped_updates.action = "off"  # see above; optimizer.max_skipped_updates stops a run in any case
+    c.alarms.skipped_updates.above = 0.0  # updates of a step whose gradient was not finite
+    c.alarms.zero_spread = ConfigDict()
+    c.alarms.zero_spread.action = "off"  # see above
+    c.alarms.zero_spread.above = 0.9  # share of drawn groups without a signal
+    c.alarms.repetition = ConfigDict()
+    c.alarms.repetition.action = "off"  # see above
+    c.alarms.repetition.above = 0.5  # share of repeated 4-grams
+    c.alarms.grader_errors = ConfigDict()
+    c.alarms.grader_errors.action = "off"  # see above; grading.max_error_share stops a run in any case
+    c.alarms.grader_errors.above = 0.01  # share of samples
+    c.alarms.mismatch_trend = ConfigDict()  # engine and trainer drift apart
+    c.alarms.mismatch_trend.action = "off"  # see above
+    c.alarms.mismatch_trend.window = 50  # steps
+    c.alarms.mismatch_trend.slope = 1e-4  # nats per step, of the Theil-Sen line
+    c.alarms.mismatch_trend.z = 3.0  # of the Mann-Kendall test
 
     # Reward: "module:function", called as function(completion_text, prompt) -> float in [0, 1], in a grader process.
     c.reward = "jaxprorl.rewards.puzzles:exact"  # 1 or 0; `:continuous` pays partial answers too

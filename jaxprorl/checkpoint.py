@@ -22,7 +22,7 @@ from jaxprorl.errors import CheckpointError
 from jaxprorl.models.qwen2 import Params
 from jaxprorl.state import RunState, TrainState
 
-SCHEMA = 3  # raise it when the content of a checkpoint changes meaning
+SCHEMA = 4  # raise it when the content of a checkpoint changes meaning
 SPARE_BYTES = 64 << 20  # left free on the disk beside what a checkpoint needs
 
 
@@ -35,12 +35,14 @@ class Host:
         offsets: bytes of `metrics` and `events` that belong to the steps done; the rest is cut off on resume.
         identity: digests of what the run's numbers depend on beside the config: data, tokenizer, reward.
         surplus: groups that the next step trains on first, as `rollout.surplus.encode` makes them.
+        watch: what reset triggers and alarms remember, and the reset that comes next, as `watch.to_json` makes it.
     """
 
     run: RunState
     offsets: Mapping[str, int]
     identity: Mapping[str, str]
     surplus: Sequence[Mapping[str, Any]] = ()
+    watch: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Checkpoints:
@@ -175,7 +177,7 @@ def read_host(folder: Path, step: int) -> Host:
     try:
         # Written by Orbax's JSON handler; read directly, so that looking at checkpoints does not take JAX.
         content = json.loads((commit.step_folder(folder, step) / "host" / "metadata").read_text(encoding="utf-8"))
-        return Host(RunState(**content["run"]), content["offsets"], content["identity"], content["surplus"])
+        return Host(RunState(**content["run"]), content["offsets"], content["identity"], content["surplus"], content["watch"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"checkpoint step {step} in {folder} cannot be read: {error}") from error
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxprorl.errors import CheckpointError
+from jaxprorl.monitoring.jsonl import sync_directory
 
 _RECORD = re.compile(r"step_(\d+)\.commit\.json")
 _CHUNK_BYTES = 1 << 20
@@ -67,7 +68,7 @@ def write_record(folder: Path, step: int, schema: int, validation_solve_rate: fl
     root = step_folder(folder, step)
     files = {name: _describe(root / name, sync=True) for name in _file_names(root)}
     for directory in [root, *(path for path in root.rglob("*") if path.is_dir())]:
-        _sync_directory(directory)
+        sync_directory(directory)
     record = Record(step, schema, files, validation_solve_rate, reset_boundary)
     content = {"step": step, "schema": schema, "files": files}
     content |= {"validation_solve_rate": validation_solve_rate, "reset_boundary": reset_boundary}
@@ -78,7 +79,7 @@ def write_record(folder: Path, step: int, schema: int, validation_solve_rate: fl
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    _sync_directory(folder)
+    sync_directory(folder)
     return record
 
 
@@ -153,7 +154,7 @@ def to_keep(records: Iterable[Record], newest: int, every_steps: int, best: int,
 def remove(folder: Path, step: int) -> None:
     """Deletes a checkpoint, its record first."""
     record_path(folder, step).unlink(missing_ok=True)
-    _sync_directory(folder)
+    sync_directory(folder)
     shutil.rmtree(step_folder(folder, step), ignore_errors=True)
 
 
@@ -184,11 +185,3 @@ def _describe(path: Path, sync: bool) -> dict[str, Any]:
 
 def _self_digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

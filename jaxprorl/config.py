@@ -65,7 +65,8 @@ def validate(config: ConfigDict) -> None:
     Raises:
         ConfigError: the first field that cannot work.
     """
-    for check in (_check_numbers, _check_choices, _check_objective, _check_shapes, _check_rewards, _check_tasks):  # quick ones first
+    # Quick ones first.
+    for check in (_check_numbers, _check_choices, _check_objective, check_resets, _check_shapes, _check_rewards, _check_tasks):
         check(config)
 
 
@@ -101,6 +102,8 @@ POSITIVE = (
     "optimizer.max_skipped_updates", "algorithm.correction_high", "shaping.cosine_on_steps", "shaping.buffer_tokens",
     "grading.workers", "grading.timeout_s", "validation.items_per_task", "evaluation.temperature", "checkpoint.every_steps",
     "checkpoint.keep", "checkpoint.save_within_s", "mesh.cpu_devices",
+    "resets.kl_spike.window", "resets.entropy_collapse.window", "resets.length.window", "resets.validation.patience",
+    "alarms.kl_spike.window", "alarms.mismatch_trend.window",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "seed", "data.train_seed", "data.validation_seed", "data.held_out_seed", "warmstart.warmup_updates", "warmstart.careless_updates",
@@ -108,15 +111,22 @@ NOT_NEGATIVE = (
     "algorithm.kl_coefficient", "algorithm.entropy_bonus", "algorithm.correction_low", "filtering.tolerance",
     "shaping.penalty", "shaping.cosine_weight",
     "shaping.cosine_off_steps", "rollout.max_staleness", "optimizer.cosine_updates", "optimizer.warmup_updates", "optimizer.weight_decay",
-    "resets.every_steps", "resets.warmup_updates", "checkpoint.keep_every_steps", "checkpoint.keep_best", "validation.every_steps",
-    "evaluation.seed",
+    "resets.every_steps", "resets.warmup_updates", "resets.cooldown_steps", "resets.max_resets", "resets.kl_spike.z",
+    "resets.kl_spike.above",
+    "resets.entropy_collapse.floor", "alarms.kl_spike.z", "alarms.kl_spike.above", "alarms.entropy_collapse.floor",
+    "alarms.skipped_updates.above", "alarms.mismatch_trend.slope", "alarms.mismatch_trend.z",
     "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.context",
+    "checkpoint.keep_every_steps", "checkpoint.keep_best", "validation.every_steps", "evaluation.seed",
 )  # fmt: skip
 SHARES = (
     "warmstart.gate_solve_rate", "warmstart.start_solve_rate", "warmstart.start_tolerance", "optimizer.b1", "optimizer.b2",
     "grading.max_error_share",
     "algorithm.clip_low", "shaping.coefficient", "optimizer.final_share",
+    "resets.entropy_collapse.fall", "resets.validation.min_change", "resets.repetition.above", "resets.stop_collapse.below",
+    "alarms.zero_spread.above", "alarms.repetition.above", "alarms.grader_errors.above",
 )  # fmt: skip
+KL_GAUGES = ("kl.k1", "kl.k3_median")
+ALARMS = ("kl_spike", "entropy_collapse", "skipped_updates", "zero_spread", "repetition", "grader_errors", "mismatch_trend")
 # Written out, because the tables of `algorithms` and `resets` take JAX; a test compares them.
 CHOICES = {
     "on_existing": ("resume", "replace"),
@@ -137,6 +147,9 @@ CHOICES = {
     "shaping.stopping": ("off", "overlong", "non_termination", "stop_properly"),
     "optimizer.schedule": ("constant", "cosine"),
     "resets.optimizer": ("all", "moments_and_bias", "moments", "none"),
+    "resets.kl_spike.metric": KL_GAUGES,
+    "alarms.kl_spike.metric": KL_GAUGES,
+    **{f"alarms.{name}.action": ("off", "log", "reset", "pause", "stop") for name in ALARMS},
 }
 
 
@@ -235,11 +248,46 @@ def _check_objective(config: ConfigDict) -> None:
     )
     resets = config.resets
     _require(
-        not resets.every_steps or resets.reference or resets.optimizer != "none",
+        resets.reference or resets.optimizer != "none",
         "resets.optimizer",
         resets.optimizer,
-        "with resets.reference = False a reset would reset nothing; reset one of the two, or never (resets.every_steps = 0)",
+        "with resets.reference = False a reset would reset nothing; name one of the two (a run without resets needs no field of them)",
     )
+
+
+def check_resets(config: ConfigDict) -> None:
+    """Triggers and alarms that could not fire, or contradict each other.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    r, a = config.resets, config.alarms
+    steps = tuple(r.at_steps)
+    _require(all(type(step) is int and step > 0 for step in steps), "resets.at_steps", steps, "whole numbers from 1 on; 0 is the start")
+    _require(
+        not (r.blind and r.validation.on), "resets.validation.on", True,
+        "with resets.blind = True no trigger may read validation results; switch one of them",
+    )  # fmt: skip
+    _require(
+        not r.validation.on or config.validation.every_steps > 0, "resets.validation.on", True,
+        "there are no validations, validation.every_steps = 0",
+    )  # fmt: skip
+    _require(0 < r.validation.confidence < 1, "resets.validation.confidence", r.validation.confidence, "must lie inside 0 and 1")
+    _require(r.length.factor > 1, "resets.length.factor", r.length.factor, "must be above 1")
+    kl, entropy = r.kl_spike, r.entropy_collapse
+    for field, spike, on in (("resets.kl_spike", kl, kl.on), ("alarms.kl_spike", a.kl_spike, a.kl_spike.action != "off")):
+        _require(not on or spike.z > 0 or spike.above > 0, f"{field}.z, above", (spike.z, spike.above), "at least one must be above 0")
+        _require(not spike.z or spike.window >= 5, f"{field}.window", spike.window, "a robust z-score needs 5 steps or more")
+    _require(
+        not kl.both or (kl.z > 0 and kl.above > 0), "resets.kl_spike.both", True,
+        f"then z and above must both be asked, they are {kl.z:g} and {kl.above:g}",
+    )  # fmt: skip
+    _require(
+        not entropy.on or entropy.floor > 0 or entropy.fall > 0, "resets.entropy_collapse.floor, fall", (entropy.floor, entropy.fall),
+        "at least one must be above 0",
+    )  # fmt: skip
+    window = a.mismatch_trend.window
+    _require(window >= 5, "alarms.mismatch_trend.window", window, "a trend needs 5 steps or more")
 
 
 def _check_rewards(config: ConfigDict) -> None:

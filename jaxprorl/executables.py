@@ -59,7 +59,7 @@ def compile_all(
         "engine": lambda: engine.compile(state.params, [config.rollout.samples_per_prompt, 1]),
         "log_probs": lambda: jax.jit(log_probs, out_shardings=(rows, whole)).lower(state.params, state.reference, batch).compile(),
         "train_step": lambda: (
-            jax.jit(make_train_step(graphdef, config, gradients), donate_argnums=0, out_shardings=(shardings, whole))
+            jax.jit(make_train_step(graphdef, config, shardings.params, gradients), donate_argnums=0, out_shardings=(shardings, whole))
             .lower(state, batch, fixed, per_sample)
             .compile()
         ),

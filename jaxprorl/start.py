@@ -16,6 +16,7 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from jaxprorl import watch as watching
 from jaxprorl.checkpoint import Checkpoints, newest_sound_step, read_host, require_space, restore_params, restore_state
 from jaxprorl.compilation import use_compilation_cache
 from jaxprorl.data.prompts import check_chat_template
@@ -63,6 +64,8 @@ class Training:
     state: TrainState
     run: RunState
     surplus: list[Group]
+    rules: watching.Rules
+    watch: watching.Watch
     compiled: Compiled
     before: dict[str, Any]
     identity: dict[str, str]
@@ -123,11 +126,12 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         left = surplus.usable(surplus.decode(host.surplus, splits.train), config, run.policy_version)
         if len(left) < len(host.surplus):
             progress.note(f"WARNING: {len(host.surplus) - len(left)} surplus groups do not fit the changed config or data; discarded")
+        watch = watching.from_json(host.watch)
         checkpoints.forget_after(step)  # only damaged ones are later
     else:
         params = read_start_params(base, model_config, shardings.params)
         state, run, offsets = start_state(config, params, shardings), RunState(), NO_LINES
-        left = []
+        left, watch = [], watching.Watch()
     tasks = {prompt.task for split in (splits.train, splits.validation, splits.held_out) for prompt in split}
     recorder = stack.enter_context(Recorder(config, folder, progress, tasks, domains, run.step, offsets))
     engine = JaxEngine(config, model_config, mesh, tokenizer.stop_ids)
@@ -137,7 +141,7 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         graders=stack.enter_context(grader_pool(config, config.reward, folder)),
         exam_graders=stack.enter_context(grader_pool(config, config.evaluation.reward or config.reward, folder)),
         checkpoints=checkpoints, recorder=recorder, state=state, run=run,
-        surplus=left, before={}, identity=identity,
+        surplus=left, rules=watching.make_rules(config), watch=watch, before={}, identity=identity,
         compiled=compile_all(config, model_config, compute, mesh, engine, recorder, state, shardings, fresh=not run.step),
     )  # fmt: skip
     if step is not None:

@@ -2,14 +2,16 @@
 
 import json
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxprorl import watch as watching
 from jaxprorl.batch import batch_advantages, device_batch
 from jaxprorl.checkpoint import Host
 from jaxprorl.compilation import no_compilation
@@ -19,9 +21,12 @@ from jaxprorl.evaluation.harness import evaluate, first_per_task
 from jaxprorl.evaluation.report import write_report
 from jaxprorl.evaluation.summary import build_summary, peak_memory_bytes, write_summary
 from jaxprorl.export import write_model
+from jaxprorl.monitoring.alarms import AlarmError, Paused
 from jaxprorl.preemption import Preemption
-from jaxprorl.resets.controller import BlindController
+from jaxprorl.resets.commands import take_command
+from jaxprorl.resets.controller import GAUGES
 from jaxprorl.resets.optimizer import what_is_reset
+from jaxprorl.resets.triggers import Firing
 from jaxprorl.rewards.pool import error_share
 from jaxprorl.rollout import surplus
 from jaxprorl.rollout.collect import Rollout, RolloutBatch
@@ -57,6 +62,8 @@ def train(config: ConfigDict) -> dict[str, Any]:
         RunLockedError: another process works in the run's folder.
         GraderError: `grading.max_error_share` was exceeded.
         NonFiniteError: `optimizer.max_skipped_updates` updates in a row had a gradient or a change that is not finite.
+        AlarmError: an alarm with the action "stop" rings; the run is saved.
+        Paused: one with the action "pause" rings; the run is saved (a SystemExit with `preemption.EXIT_STATUS`).
         Preempted: SIGTERM or SIGUSR1 came; the run is saved (a SystemExit with `preemption.EXIT_STATUS`).
     """
     validate(config)
@@ -76,7 +83,6 @@ def train(config: ConfigDict) -> dict[str, Any]:
 def loop(training: Training, preemption: Preemption) -> None:
     """Sample, grade, filter, advantages, K updates, swap, record: until `config.steps` (design: README, "The road")."""
     config, engine, recorder, compiled = training.config, training.engine, training.recorder, training.compiled
-    resets = BlindController(config.resets.every_steps)
     state, run, left = training.state, training.run, training.surplus
     done: Step | None = None
     training.recorded_s = time.perf_counter()
@@ -84,12 +90,7 @@ def loop(training: Training, preemption: Preemption) -> None:
         # Made, the rollout has dispatched its first decode steps; only then is the last update's result read.
         rollout = Rollout(config, engine, training.graders, training.splits.train, run.prompts_consumed, step, left, run.policy_version)
         run = record(training, done, state, run, left)
-        if resets.due(step):
-            state = compiled.reset(state)
-            run = replace(run, resets=run.resets + 1, reference_step=step if config.resets.reference else run.reference_step)
-            reset = {"reference": bool(config.resets.reference), "optimizer": config.resets.optimizer}
-            recorder.event(step, "reset", **reset, reason=f"every {config.resets.every_steps} steps")
-            recorder.progress.note(f"step {step}: reset of {what_is_reset(config)}")
+        state, run = reset_if_due(training, step, state, run)
 
         batch = rollout.finish()
         check_graders(training, step, batch)
@@ -113,6 +114,22 @@ def loop(training: Training, preemption: Preemption) -> None:
     training.state = state
 
 
+def reset_if_due(training: Training, step: int, state: TrainState, run: RunState) -> tuple[TrainState, RunState]:
+    """Does the reset that was decided on after the step before, if any; it is in the checkpoint of that moment too."""
+    decision = training.watch.control.due(step)
+    if decision is None:
+        return state, run
+    config, firing, recorder = training.config, decision.firing, training.recorder
+    state = training.compiled.reset(state)
+    recorder.event(
+        step, "reset", reference=bool(config.resets.reference), optimizer=config.resets.optimizer, reason=firing.reason,
+        trigger=firing.trigger, statistics=firing.statistics, signals=firing.reads, blind=training.rules.blind, also=decision.also,
+        before=decision.before,
+    )  # fmt: skip
+    recorder.progress.note(f"step {step}: reset of {what_is_reset(config)} ({firing.reason})")
+    return state, replace(run, resets=run.resets + 1, reference_step=step if config.resets.reference else run.reference_step)
+
+
 def advance(config: ConfigDict, run: RunState, batch: RolloutBatch) -> RunState:
     """The bookkeeping after one rollout batch and its updates."""
     at_cap = len(batch.trained) < config.batch.prompts
@@ -129,7 +146,11 @@ def advance(config: ConfigDict, run: RunState, batch: RolloutBatch) -> RunState:
 
 
 def record(training: Training, done: Step | None, state: TrainState, run: RunState, left: list[Group], leaving: bool = False) -> RunState:
-    """Writes the metrics of the last step (waiting for its update) and, when due, a checkpoint. Returns `run` with its clock."""
+    """Writes the metrics of the last step (waiting for its update), decides by them, and saves when due. Returns `run` with its clock.
+
+    Raises:
+        AlarmError, Paused: an alarm says so; the run is saved.
+    """
     if done is None:
         return run
     update = host_metrics(done.metrics)
@@ -146,14 +167,51 @@ def record(training: Training, done: Step | None, state: TrainState, run: RunSta
     training.recorder.step(done.number, values)
     run = replace(run, rl_s=run.rl_s + values["time.step_s"], skipped_in_a_row=skipped_in_a_row(run.skipped_in_a_row, done.metrics))
     check_updates(training, done, run)
-    reset_boundary = BlindController(training.config.resets.every_steps).due(run.step)
-    due = run.step == training.config.steps or reset_boundary or run.step % training.config.checkpoint.every_steps == 0
+    alarms = decide(training, done.number, values)
+    reset_boundary = training.watch.control.due(run.step) is not None
+    due = run.step == training.config.steps or reset_boundary or run.step % training.config.checkpoint.every_steps == 0 or bool(alarms)
     if due:  # one that a signal asked for is no event: the log of the uninterrupted run has none there
         training.recorder.event(done.number, "checkpoint", checkpoint_step=run.step)
     if due or leaving:
-        host = Host(run, training.recorder.offsets(), training.identity, surplus.encode(left))
+        host = Host(run, training.recorder.offsets(), training.identity, surplus.encode(left), watching.to_json(training.watch))
         training.checkpoints.save(state, host, done.validation.get("validation.solve_rate"), reset_boundary)
+    if alarms:
+        end(training, done.number, alarms[0])
     return run
+
+
+def decide(training: Training, number: int, values: Mapping[str, float]) -> list[Firing]:
+    """Shows the metrics of step `number` to reset triggers and alarms; `training.watch` then holds what comes right before the next step.
+
+    Returns:
+        Alarms that end the process, those that stop it first.
+    """
+    config, recorder, step = training.config, training.recorder, number + 1
+    last = training.watch.control.due(number)
+    if last:
+        after = {name: values[name] for name in GAUGES if name in values}
+        recorder.event(number, "reset_effect", trigger=last.firing.trigger, before=last.before, after=after)
+    command = None
+    if config.resets.manual and step < config.steps:  # after the last step it goes on waiting
+        command = take_command(training.folder.path, step, recorder.progress.note)
+    training.watch, firings = watching.observe(training.rules, training.watch, step, values, command)
+    actions = {firing.trigger: training.rules.alarms[firing.trigger].action for firing in firings}
+    for firing in firings:
+        action = actions[firing.trigger]
+        recorder.event(number, "alarm", alarm=firing.trigger, action=action, reason=firing.reason, statistics=firing.statistics)
+        recorder.progress.note(f"ALARM: step {number}: {firing.reason} ({action})")
+    ending = [firing for firing in firings if actions[firing.trigger] in ("pause", "stop")]
+    return sorted(ending, key=lambda firing: actions[firing.trigger], reverse=True)
+
+
+def end(training: Training, number: int, alarm: Firing) -> NoReturn:
+    """Ends the process, which is saved, as the alarm's action says."""
+    if training.rules.alarms[alarm.trigger].action == "pause":
+        raise Paused
+    raise AlarmError(
+        f"step {number}: alarm {alarm.reason}. The run is saved; to go on all the same, change the fields of alarms.{alarm.trigger} and "
+        "name them in checkpoint.accept"
+    )
 
 
 def check_graders(training: Training, step: int, batch: RolloutBatch) -> None:
@@ -197,7 +255,7 @@ def check_updates(training: Training, done: Step, run: RunState) -> None:
 
 
 def validate_policy(training: Training, step: int) -> dict[str, float]:
-    """The periodic validation after step `step`, as metrics; empty when none is due. Nothing in training reads it."""
+    """The periodic validation after step `step`, as metrics; empty when none is due."""
     config = training.config
     if not config.validation.every_steps or (step + 1) % config.validation.every_steps:
         return {}
@@ -205,7 +263,7 @@ def validate_policy(training: Training, step: int) -> dict[str, float]:
     result = evaluate(training.engine, training.exam_graders, prompts, config.evaluation.temperature, config.evaluation.seed)
     rates = {task: row["solve_rate"] for task, row in result["per_task"].items()}
     training.recorder.event(step, "validation", solve_rate=result["solve_rate"], mean_score=result["mean_score"], per_task=rates)
-    shown = {"validation.solve_rate": result["solve_rate"], "validation.mean_score": result["mean_score"]}
+    shown = {f"validation.{name}": result[name] for name in ("solve_rate", "mean_score")} | {"validation.items": result["n"]}
     return shown | {f"validation.{task}": rate for task, rate in rates.items()}
 
 

@@ -39,7 +39,9 @@ QUANTILES = {
 
 def batch_log_probs(graphdef: nnx.GraphDef, params: Params, rows: Batch, temperature: float) -> tuple[jax.Array, jax.Array]:
     """logp_BS and entropy_BS of the response tokens of packed rows under `params`; 0 elsewhere."""
-    model = nnx.merge(graphdef, params)
+    dtype = nnx.merge(graphdef, params).compute.dtype
+    # Here, once: a tied matrix has two uses, whose gradients then are added before they cross the wire.
+    model = nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(dtype), params))
     hidden_BSD = model(rows["tokens"], rows["positions"], rows["segment_ids"])
     return token_log_probs(hidden_BSD, model.head(), rows["targets"], temperature, rows["mask"], model.compute.mesh, model.compute.table)
 
@@ -137,13 +139,17 @@ def objective(
 
 
 def make_train_step(
-    graphdef: nnx.GraphDef, config: ConfigDict, gradient_shardings: dict[str, NamedSharding] | None = None
+    graphdef: nnx.GraphDef,
+    config: ConfigDict,
+    param_shardings: dict[str, NamedSharding] | None = None,
+    gradient_shardings: dict[str, NamedSharding] | None = None,
 ) -> Callable[[TrainState, Batch, Fixed, jax.Array], tuple[TrainState, Metrics]]:
     """The K updates of one rollout batch, to be jitted with the state donated: (state, batch, fixed, advantage_PN) -> (state, metrics).
 
     The batch holds [U, M, B, S] arrays (U updates, M micro-batches of B rows) and `micro_batches` [U], how many of the M
     are in use; the rest costs nothing. An update without tokens, or with a gradient or a change that is not finite, changes nothing.
-    Metrics come back per update, [U]. `gradient_shardings`: where gradients are summed up, by parameter; None = where the compiler likes.
+    Metrics come back per update, [U]. Shardings say where parameters are between updates and where gradients are summed up; None = where
+    the compiler likes.
     """
     optimizer = make_optimizer(config)
 
@@ -167,7 +173,10 @@ def make_train_step(
         count = jnp.sum(rows["mask"])
         gradients = jax.tree.map(lambda g: g / jnp.maximum(denominator, 1.0).astype(g.dtype), gradients)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        new = TrainState(optax.apply_updates(state.params, updates), state.reference, opt_state)
+        params = optax.apply_updates(state.params, updates)
+        if param_shardings:
+            params = jax.lax.with_sharding_constraint(params, param_shardings)
+        new = TrainState(params, state.reference, opt_state)
         grad_norm, update_norm = optax.tree.norm(gradients), optax.tree.norm(updates)
         sound = jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)  # a sound gradient overflows with too high a rate
         metrics = update_metrics(sums, tokens, rows["mask"], count, denominator) | {

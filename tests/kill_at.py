@@ -27,6 +27,7 @@ from jax._src import lru_cache
 
 from jaxprorl import start, train
 from jaxprorl.checkpoint import Checkpoints
+from jaxprorl.resets import commands
 from jaxprorl.rewards import pool
 from jaxprorl.rollout.jax_engine import JaxEngine
 from jaxprorl.warmstart import fit
@@ -225,6 +226,19 @@ POINTS: dict[str, Callable[[Kill], None]] = {
     "summary": renaming(lambda source, target: target.name == "summary.json"),
     "report": renaming(lambda source, target: target.name == "summary.json", after=True),
 }
+
+
+def taking(after: bool) -> Callable[[Kill], None]:
+    """Right before (or after) a person's command, already written down as taken, is removed."""
+
+    def install(kill: Kill) -> None:
+        wrap(Path, "unlink", **{"after" if after else "before": lambda path, **_: kill() if path.name == commands.WAITING else None})
+
+    return install
+
+
+# Reached only by a run that is given a command.
+POINTS.update(command_taken=taking(after=False), command_removed=taking(after=True))
 
 
 def main(argv: list[str]) -> int:

@@ -214,6 +214,38 @@ def test_a_value_that_cannot_work_is_refused_with_field_value_and_remedy(overrid
 
 
 @pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["resets.validation.on=True"], ["resets.validation.on = True", "resets.blind = True"]),
+        (["resets.validation.on=True", "resets.blind=False", "validation.every_steps=0"], ["validation.every_steps = 0"]),
+        (["resets.at_steps=(5,0)"], ["resets.at_steps = (5, 0)", "from 1 on"]),
+        (["resets.kl_spike.on=True", "resets.kl_spike.z=0"], ["resets.kl_spike.z, above = (0.0, 0.0)"]),
+        (["resets.kl_spike.window=4"], ["resets.kl_spike.window = 4", "5 steps or more"]),
+        (["resets.kl_spike.both=True"], ["resets.kl_spike.both", "they are 6 and 0"]),
+        (["resets.kl_spike.metric=kl.k9"], ["resets.kl_spike.metric = 'kl.k9'", "kl.k1, kl.k3_median"]),
+        (["resets.entropy_collapse.on=True", "resets.entropy_collapse.fall=0"], ["resets.entropy_collapse.floor, fall"]),
+        (["resets.length.factor=1"], ["resets.length.factor = 1", "above 1"]),
+        (["resets.validation.confidence=1"], ["resets.validation.confidence = 1"]),
+        (["resets.cooldown_steps=-1"], ["resets.cooldown_steps = -1"]),
+        (["alarms.repetition.action=shout"], ["alarms.repetition.action = 'shout'", "off, log, reset, pause, stop"]),
+        (["alarms.kl_spike.action=log", "alarms.kl_spike.z=0"], ["alarms.kl_spike.z, above"]),
+        (["alarms.mismatch_trend.window=4"], ["alarms.mismatch_trend.window = 4"]),
+    ],
+)
+def test_triggers_and_alarms_that_cannot_work_are_refused(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_steps_to_reset_at_are_a_tuple_on_the_command_line() -> None:
+    assert load("resets.at_steps=(3,5)").resets.at_steps == (3, 5)
+    assert load("resets.at_steps=7,").resets.at_steps == (7,)
+    assert load().resets.at_steps == ()
+
+
+@pytest.mark.parametrize(
     ("override", "words"),
     [
         ("stepz=3", ["unknown field 'stepz' in --config.stepz=3: did you mean 'steps'?"]),

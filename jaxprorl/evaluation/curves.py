@@ -63,7 +63,7 @@ CURVES = (
         "Validation",
         "share",
         (("validation.solve_rate", "solve rate"), ("validation.mean_score", "mean score")),
-        "A split of its own; no decision of the run reads it.",
+        "A split of its own. Only a reset whose event says `signals: validation` has seen it.",
     ),
     Curve(
         "KL to the reference",

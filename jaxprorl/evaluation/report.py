@@ -17,7 +17,10 @@ from jaxprorl.monitoring import events as event_log
 from jaxprorl.monitoring import jsonl
 from jaxprorl.monitoring.samples import read_samples
 
-_LISTED = ("run_start", "warm_start", "resume", "reset", "interrupted", "evaluation", "grader_errors", "run_end")  # others are only counted
+# Others are only counted.
+_LISTED = (
+    "run_start", "warm_start", "resume", "reset", "reset_effect", "alarm", "interrupted", "evaluation", "grader_errors", "run_end",
+)  # fmt: skip
 _SAMPLES_SHOWN = 4  # per step, one per task first
 _CSS = """
 :root { color-scheme: light; --ink: #1f2933; --soft: #52606d; --line: #e4e7eb; --accent: #0b6e99; --mark: #c2410c; }

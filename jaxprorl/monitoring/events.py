@@ -22,9 +22,14 @@ EVENTS: dict[str, tuple[str, str]] = {
     "compile": ("an executable was built before the loop", "name, shapes?, time_s?"),
     "evaluation": ("held-out split graded", "when (before or after), temperature, solve_rate, mean_score, per_task?"),
     "reset": (
-        "reference, optimizer or both reset",
-        "reference (bool: it became the policy), optimizer (what of it, docs/resets.md), reason",
+        "reference, optimizer or both reset, right before this step",
+        "reference (bool: it became the policy), optimizer (what of it, docs/resets.md), reason, trigger, "
+        "statistics {name: value}, signals (what the trigger read: step, "
+        "training, validation, person), blind (bool: no trigger of the run can see validation), also (other triggers that fired), "
+        "before {metric: value in the step before}",
     ),
+    "reset_effect": ("the first step after a reset", "trigger, before {metric: value in the step before}, after {metric: value}"),
+    "alarm": ("an alarm begins to ring", "alarm, action, reason, statistics {name: value}"),
     "drop": ("groups without a signal left the batch", "prompt_ids, all_correct?, all_wrong?"),
     "refill": ("more prompts drawn to fill the batch", "round, prompts (count)"),
     "cap_reached": ("no more prompts may be drawn this step", "drawn, kept, wanted"),

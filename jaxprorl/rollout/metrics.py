@@ -7,6 +7,7 @@ import numpy as np
 from jaxprorl.rewards.pool import error_share
 from jaxprorl.rollout.collect import RolloutBatch
 from jaxprorl.rollout.groups import counts, graded
+from jaxprorl.rollout.repetition import repeated_ngram_share, unique_token_share
 from jaxprorl.rollout.surplus import staleness
 from jaxprorl.types import Completion, Group, Score
 
@@ -44,6 +45,8 @@ def drawn_metrics(batch: RolloutBatch) -> dict[str, float]:
         "response_tokens.mean": float(lengths.mean()),
         "response_tokens.max": int(lengths.max()),
         "response.stop_share": sum(c.finish_reason == "stop" for c, _ in pairs) / len(pairs),
+        "repetition.unique_share": float(np.mean([unique_token_share(c.token_ids) for c, _ in pairs])),
+        "repetition.ngram_share": float(np.mean([repeated_ngram_share(c.token_ids) for c, _ in pairs])),
         "groups.zero_spread_share": 1.0 - sum(batch.has_signal) / drawn,
         "groups.all_correct_share": sum(solved) / drawn,
         "grader.error_share": error_share(score for _, score in pairs),

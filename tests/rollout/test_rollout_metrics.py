@@ -43,6 +43,9 @@ def test_numbers_of_a_batch_by_hand() -> None:
     assert metrics["time.completion_tokens_per_s"] == 38 / 2
     assert metrics["groups.zero_spread_share"] == 1 / 4
     assert metrics["groups.all_correct_share"] == 1 / 4
+    # All tokens are 1: of a completion of k tokens 1 / k are different, and all of its k - 3 4-grams but the first repeat.
+    assert metrics["repetition.unique_share"] == pytest.approx((1 / 2 + 1 / 3 + 2 / 4 + 1 / 5 + 1 / 6 + 2 / 7) / 8)
+    assert metrics["repetition.ngram_share"] == pytest.approx((1 / 2 + 2 / 3 + 2 * 3 / 4) / 8)
     assert metrics["samples.dropped_share"] == metrics["grader.error_share"] == 1 / 8
     assert metrics["response.stop_share"] == 7 / 8
     assert (metrics["response_tokens.mean"], metrics["response_tokens.max"]) == (38 / 8, 7)

@@ -23,7 +23,7 @@ from jaxprorl.checkpoint import Checkpoints, Host, restore_state
 from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import build
 from jaxprorl.resets.optimizer import reset
-from jaxprorl.sharding.mesh import make_mesh, moment_shardings, replicated
+from jaxprorl.sharding.mesh import make_mesh, moment_shardings, param_shardings, replicated
 from jaxprorl.state import RunState, TrainState, state_shardings
 
 # Eight key-value heads, so that they split over a tensor axis; more query heads than that.
@@ -76,7 +76,7 @@ def run(name: str, folder: Path) -> dict[str, np.ndarray]:
     batch = device_batch(config, groups, mesh)
     jit = partial(jax.jit, compiler_options=QUICK_COMPILE)
     fixed, kl_sum_PN = jit(update.make_log_probs(graphdef, config))(state.params, state.reference, batch)
-    step = update.make_train_step(graphdef, config, moment_shardings(model, mesh, strategy))
+    step = update.make_train_step(graphdef, config, param_shardings(model, mesh, strategy), moment_shardings(model, mesh, strategy))
     advantage_PN = batch_advantages(config, groups, 0, kl_sum_PN)
     state, metrics = jit(step, out_shardings=(shardings, replicated(mesh)))(state, batch, fixed, advantage_PN)
     for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
@@ -111,7 +111,6 @@ def main(folder: Path) -> None:
     import jaxprorl.state
 
     jaxprorl.state.make_optimizer = jaxprorl.resets.optimizer.make_optimizer = sgd  # type: ignore[assignment]
-    update.learning_rate_schedule = lambda config: lambda count: 0.05  # type: ignore[assignment]
     for name in CASES:
         np.savez(folder / f"{name}.npz", **run(name, folder))
 

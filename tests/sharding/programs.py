@@ -97,6 +97,6 @@ def training(
     if part == "log_probs":
         rows = dict.fromkeys(names, batch["mask"].sharding)
         return jax.jit(log_probs, out_shardings=(rows, whole)), (state.params, state.reference, batch)
-    train_step = make_train_step(graphdef, config, moment_shardings(QWEN_1P5B, mesh, strategy))
+    train_step = make_train_step(graphdef, config, shardings.params, moment_shardings(QWEN_1P5B, mesh, strategy))
     step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, whole))
     return step, (state, batch, dict.fromkeys(names, batch["mask"]), per_sample_shape(config, mesh))

@@ -1,0 +1,35 @@
+"""Tells a run to reset at its next step boundary.
+
+python launch/reset.py --run runs/quickstart [--reason "KL has stalled"]
+
+The run takes the command within a step, or when it is started again. It is an event of the run; the run repeats it at the same step if
+it has to go back to an earlier checkpoint.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from jaxprorl.errors import UserError
+from jaxprorl.resets.commands import request_reset
+
+
+def main() -> int:
+    """Exit status: 0 the command is there, 2 bad input (one line on stderr)."""
+    parser = argparse.ArgumentParser(description="Reset a run at its next step boundary.")
+    parser.add_argument("--run", type=Path, required=True, help="the run's folder, e.g. runs/quickstart")
+    parser.add_argument("--reason", default="no reason given", help="goes into the run's events")
+    args = parser.parse_args()
+    try:
+        path = request_reset(args.run, args.reason)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{path}: the run resets at its next step boundary")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Replays of runs that are written down by hand; those of real runs are in test_triggered_runs.py."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import tiny_config
+
+from jaxprorl.config import to_json
+from jaxprorl.errors import ConfigError, DataError
+from jaxprorl.monitoring.events import EventLog
+from jaxprorl.monitoring.metrics import MetricsLog
+from jaxprorl.resets.replay import replay
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SERIES = (0.1, 0.2, 0.1, 0.9, 0.1, 0.1, 0.9, 0.1, 0.9)
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """A run with these KL values, and resets as (step, trigger); its config says every 4 steps."""
+
+    def run(resets: Sequence[tuple[int, str]], first: int = 0) -> Path:
+        (tmp_path / "config.json").write_text(to_json(tiny_config(resets__every_steps=4)))
+        with MetricsLog(tmp_path / "metrics.jsonl") as metrics, EventLog(tmp_path / "events.jsonl") as events:
+            for step, value in enumerate(SERIES, start=first):
+                metrics.append(step, {"kl.k3_median": value})
+            for step, trigger in resets:
+                events.append(step, "reset", trigger=trigger, reason="command: odd" if trigger == "manual" else "because")
+        return tmp_path
+
+    return run
+
+
+def fired(result: Any) -> list[tuple[int, str, str]]:
+    return [(entry.firing.step, entry.firing.trigger, entry.outcome) for entry in result.fired]
+
+
+def test_the_runs_own_triggers(write: Write) -> None:
+    result = replay(write([(4, "every_steps"), (8, "every_steps")]))
+    assert fired(result) == [(4, "every_steps", "reset"), (8, "every_steps", "reset")]
+    assert (result.last, result.differs_at, result.difference) == (9, None, "")
+
+
+def test_what_is_held_back_and_what_comes_after_the_last_step_is_shown(write: Write) -> None:
+    changes = {"kl_spike": {"on": True, "z": 0.0, "above": 0.5}, "every_steps": 0, "cooldown_steps": 4}
+    result = replay(write([(4, "kl_spike")]), changes)
+    # 0.9 in steps 3, 6 and 8: before 4, 7 (within the cool-down) and 9, which the run did not come to.
+    assert fired(result) == [(4, "kl_spike", "reset"), (7, "kl_spike", "held back"), (9, "kl_spike", "reset")]
+    assert (result.last, result.differs_at) == (9, None)
+
+
+def test_it_stops_at_the_first_reset_that_differs(write: Write) -> None:
+    run = write([(4, "every_steps"), (8, "every_steps")])
+    result = replay(run, {"kl_spike": {"on": True, "z": 0.0, "above": 0.5}})
+    assert fired(result) == [(4, "every_steps", "reset"), (4, "kl_spike", "with every_steps"), (7, "kl_spike", "reset")]
+    assert (result.last, result.differs_at) == (7, 7)
+    assert result.difference == "before step 7 the run has no reset, with these triggers there is a reset by kl_spike"
+    missing = replay(run, {"every_steps": 8})
+    assert (fired(missing), missing.differs_at) == ([], 4)
+    assert missing.difference == "before step 4 the run has a reset by every_steps, with these triggers there is no reset"
+
+
+def test_commands_are_taken_from_the_run(write: Write) -> None:
+    result = replay(write([(2, "manual"), (4, "every_steps"), (8, "every_steps")]))
+    assert fired(result) == [(2, "manual", "reset"), (4, "every_steps", "reset"), (8, "every_steps", "reset")]
+    assert result.fired[0].firing.reason == "command: odd"
+    assert result.differs_at is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"every_step": 3}, "every_step"),
+        ({"kl_spike": {"onn": True}}, "onn"),
+        ({"kl_spike": {"on": 1.5}}, "1.5"),
+        ({"kl_spike": 3}, "the fields are those of resets"),
+        ({"validation": {"on": True}}, r"resets\.blind = True"),
+        ({"at_steps": [0]}, r"resets\.at_steps"),
+        ({"at_steps": 3}, "at_steps"),
+    ],
+)
+def test_changes_that_cannot_be_are_refused(write: Write, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        replay(write([]), changes)
+
+
+def test_a_run_that_is_not_there_or_incomplete_is_refused(write: Write, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run there"):
+        replay(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="every step from 0 on"):
+        replay(write([], first=1))
+
+
+def test_the_command(write: Write) -> None:
+    run = write([(4, "every_steps"), (8, "every_steps")])
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(ROOT / "launch/replay.py"), "--run", str(run), *arguments], capture_output=True, text=True
+        )
+
+    plain = command()
+    assert plain.returncode == 0 and "valid for the whole run: steps 1 to 9" in plain.stdout
+    changed = command("--triggers", json.dumps({"at_steps": [6]}))
+    assert changed.returncode == 0 and "valid up to step 6 and not beyond" in changed.stdout and "at_steps: step 6" in changed.stdout
+    for bad in ("[1", "3", '{"x": 1}'):
+        refused = command("--triggers", bad)
+        assert refused.returncode == 2 and refused.stderr.startswith("error: --triggers") and refused.stderr.count("\n") == 1

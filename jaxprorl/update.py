@@ -39,9 +39,7 @@ QUANTILES = {
 
 def batch_log_probs(graphdef: nnx.GraphDef, params: Params, rows: Batch, temperature: float) -> tuple[jax.Array, jax.Array]:
     """logp_BS and entropy_BS of the response tokens of packed rows under `params`; 0 elsewhere."""
-    dtype = nnx.merge(graphdef, params).compute.dtype
-    # Here, once: a tied matrix has two uses, whose gradients then are added before they cross the wire.
-    model = nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(dtype), params))
+    model = nnx.merge(graphdef, params)
     hidden_BSD = model(rows["tokens"], rows["positions"], rows["segment_ids"])
     return token_log_probs(hidden_BSD, model.head(), rows["targets"], temperature, rows["mask"], model.compute.mesh, model.compute.table)
 

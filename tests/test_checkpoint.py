@@ -306,6 +306,7 @@ t.assert_equal(t.restore_state(folder, 3, t.abstract(t.tiny_model(), mesh)), t.n
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_moves_to_another_number_of_devices(tmp_path: Path) -> None:
     mesh = make_mesh("fsdp")
     assert mesh.size == 2

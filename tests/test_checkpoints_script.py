@@ -130,6 +130,7 @@ def test_bad_input_is_told(look: Look, home: Path, arguments: list[str], words: 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_diff_as_a_command_prints_nothing_else(home: Path) -> None:
     done = subprocess.run([sys.executable, SCRIPT, "diff", "a", "b"], cwd=home, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (1, "", 2)

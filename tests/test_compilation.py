@@ -84,6 +84,7 @@ print(len(torn), len(hits), result)
 """
 
 
+@pytest.mark.slow
 def test_torn_cache_entries_are_removed_and_compiled_again(tmp_path: Path) -> None:
     def run() -> str:
         done = subprocess.run(

@@ -324,10 +324,10 @@ def test_a_command_line_that_names_no_config_is_refused(argv: list[str], words: 
     "override",
     [
         "stepz=3",
-        "steps=many",
-        "rollout.samples_per_prompt=1",
+        pytest.param("steps=many", marks=pytest.mark.slow),
+        pytest.param("rollout.samples_per_prompt=1", marks=pytest.mark.slow),
         "batch.row_tokens=71",
-        "reward=nowhere:f",
+        pytest.param("reward=nowhere:f", marks=pytest.mark.slow),
         "data.tasks.chain_sum.min_terms=9",
     ],
 )

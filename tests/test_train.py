@@ -151,7 +151,7 @@ def test_events_tell_the_story_in_order(reference: Path) -> None:
     kinds = [event["kind"] for event in events]
     assert kinds[:9] == ["compile"] * 4 + ["run_start", "data", "warm_start", "evaluation", "evaluation"]
     assert kinds[-3:] == ["evaluation", "evaluation", "run_end"]
-    assert (events[3]["attention"], events[3]["remat"]) == ("naive", "none")  # "auto", for these short rows
+    assert (events[4]["attention"], events[4]["remat"]) == ("naive", "none")  # "auto", for these short rows
     assert [event["policy_version"] for event in events if event["kind"] == "swap"] == [1, 2, 3, 4, 5, 6]
     assert [event["checkpoint_step"] for event in events if event["kind"] == "checkpoint"] == [2, 4, 6]
 

@@ -194,8 +194,8 @@ ARMS = {
         "kl_estimator": "k2", "correction": "icepop", "aggregation": "sequence_mean", "clip_low": 0.05, "clip_high": 0.08,
     },
     "gspo_k1_gradient_geometric": {
-        "policy_loss": "gspo", "kl_estimator": "k1_gradient", "correction": "geometric_mask", "correction_low": 0.2, "correction_high": 1.5,
-        "clip_low": 0.002, "clip_high": 0.003,
+        "policy_loss": "gspo", "kl_estimator": "k1_gradient", "correction": "geometric_mask", "correction_low": 0.2, "correction_high": 8.0,
+        "clip_low": 1e-4, "clip_high": 1e-4,  # means over an answer move little
     },
     "reinforce_k1_truncated_dr_grpo": {
         "policy_loss": "reinforce", "kl_estimator": "k1", "correction": "truncated", "correction_high": 1.2, "aggregation": "dr_grpo",

@@ -154,6 +154,7 @@ def test_question_hash_is_stable_under_normalising(text: str) -> None:
     assert question_hash(f"  {text}\n") == question_hash(text) == question_hash(text.replace(" ", "\t "))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", [None, "qwen2"])  # transformers chooses another class for folders of a Qwen2 model
 def test_ids_equal_transformers(
     model_type: str | None, quickstart_items: Items, tmp_path: Path, run_reference: Callable[..., dict[str, np.ndarray]]

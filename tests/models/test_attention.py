@@ -117,7 +117,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 8, 64])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 5, pytest.param(8, marks=pytest.mark.slow), 64])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_chunked_equals_naive_in_value_and_gradient(layout: str, chunk: int) -> None:
     ids = LAYOUTS[layout]
@@ -155,6 +155,7 @@ def test_every_implementation_equals_naive_on_two_devices(name: str, dtype: str)
         np.testing.assert_allclose(a.astype(np.float64), b, rtol=0, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["naive", "chunked"])
 def test_a_segment_in_a_row_equals_the_segment_alone(name: str) -> None:
     lengths = [6, 1, 11, 2]

@@ -56,7 +56,8 @@ for seed, (name, config) in enumerate(models.items()):
 @partial(jax.jit, static_argnums=0, compiler_options=QUICK_COMPILE)
 @partial(jax.value_and_grad, argnums=1)
 def loss(graphdef: nnx.GraphDef, params: Params, rows: dict[str, jax.Array], weights_2BS: jax.Array) -> jax.Array:
-    logp_BS, entropy_BS = batch_log_probs(graphdef, params, rows, TEMPERATURE)
+    wanted = {"mask": jnp.any(weights_2BS != 0, axis=0)}
+    logp_BS, entropy_BS = batch_log_probs(graphdef, params, rows | wanted, TEMPERATURE)
     return jnp.sum(jnp.where(weights_2BS != 0, weights_2BS * jnp.stack([logp_BS, entropy_BS]), 0.0))
 
 

@@ -74,6 +74,7 @@ def test_memory_falls_from_policy_to_policy() -> None:
         assert more >= 8 * 4 * kept * tokens * 0.8, name
 
 
+@pytest.mark.slow
 def test_shallow_stacks_compute_again_too() -> None:
     # They are unrolled; without a barrier the compiler would find both computations and keep the first one's results.
     found = [temporary_bytes(SHALLOW, Compute("float32", "naive", 32, name), 4, 128) for name in ("none", "full")]

@@ -117,6 +117,7 @@ def test_the_checkpoint_before_a_reset_holds_its_decision(triggered: Path) -> No
     assert host.run.resets == 0, "the state is that before the reset"
 
 
+@pytest.mark.long
 def test_killed_around_a_triggered_reset_a_run_equals_the_uninterrupted_one(
     triggered: Path, options: tuple[str, ...], home: Path, tmp_path: Path
 ) -> None:
@@ -150,6 +151,7 @@ def test_a_replay_holds_up_to_the_first_reset_that_differs(triggered: Path, unto
     assert other.differs_at == 1 and "the run has no reset, with these triggers there is a reset by kl_spike" in other.difference
 
 
+@pytest.mark.long
 def test_a_command_is_repeated_at_its_step_by_a_run_that_was_killed_while_taking_it(home: Path, tmp_path: Path) -> None:
     """The reference is a run that finds the command in its list from the start."""
     run = home / "runs/commanded"
@@ -191,6 +193,7 @@ def test_pause_saves_and_leaves_and_the_same_command_goes_on(untouched: Path, ho
     assert tiny_run.timeless_metrics(run) == tiny_run.timeless_metrics(untouched), "it rings on, and pauses no more"
 
 
+@pytest.mark.long
 def test_stop_saves_and_ends_with_an_error(home: Path, tmp_path: Path) -> None:
     place = place_in(tmp_path, home)
     options = (*NO_RESETS, "run_name=stopped", "alarms.entropy_collapse.action=stop", "alarms.entropy_collapse.floor=100.0")

@@ -35,13 +35,6 @@ def clipped_loss(log_ratio_BS: jax.Array, advantage_BS: jax.Array, clip_low: flo
     return -jnp.minimum(ratio_BS * advantage_BS, clipped_BS * advantage_BS)
 
 
-def clipped_policy_loss(
-    logp_BS: jax.Array, old_logp_BS: jax.Array, advantage_BS: jax.Array, clip_low: float, clip_high: float
-) -> jax.Array:
-    """`clipped_loss` of the tokens' own ratios pi / pi_old."""
-    return clipped_loss(log_ratio(logp_BS, old_logp_BS), advantage_BS, clip_low, clip_high)
-
-
 def reinforce_loss(logp_BS: jax.Array, advantage_BS: jax.Array) -> jax.Array:
     """REINFORCE: value -A, gradient -A grad log pi; the ratio is forced to 1, whatever the old policy was (Williams, 1992)."""
     return -jnp.exp(log_ratio(logp_BS, jax.lax.stop_gradient(logp_BS))) * advantage_BS

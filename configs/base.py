@@ -69,7 +69,8 @@ def get_config() -> ConfigDict:
     c.rollout.temperature = 1.2  # ProRL section 3.2; log-probs are taken at this temperature everywhere
     c.rollout.max_prompt_tokens = 24  # longer prompts are refused at start
     c.rollout.max_response_tokens = 48  # a completion that reaches it without a stop id finishes as `length`
-    c.rollout.slots = 256  # completions decoded together; memory of the cache = slots x (prompt + response) tokens
+    c.rollout.min_response_tokens = 0  # no stop id is drawn before so many tokens; log-probs are the policy's all the same
+    c.rollout.slots = 256  # completions decoded together; a free one takes the next sample. They and the limits decide the cache's memory
     c.rollout.max_staleness = 0  # weight swaps that a group may lag behind when trained on; 0 = on-policy: one without room is discarded
     c.rollout.decode_chunk_tokens = 12  # decode steps per dispatch; finished samples reach the graders between dispatches
 

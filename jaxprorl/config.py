@@ -110,7 +110,7 @@ NOT_NEGATIVE = (
     "warmstart.max_corrections",
     "algorithm.kl_coefficient", "algorithm.entropy_bonus", "algorithm.correction_low", "filtering.tolerance",
     "shaping.penalty", "shaping.cosine_weight",
-    "shaping.cosine_off_steps", "rollout.max_staleness", "optimizer.cosine_updates", "optimizer.warmup_updates", "optimizer.weight_decay",
+    "shaping.cosine_off_steps", "rollout.max_staleness", "rollout.min_response_tokens", "optimizer.cosine_updates", "optimizer.warmup_updates", "optimizer.weight_decay",
     "resets.every_steps", "resets.warmup_updates", "resets.cooldown_steps", "resets.max_resets", "resets.kl_spike.z",
     "resets.kl_spike.above",
     "resets.entropy_collapse.floor", "alarms.kl_spike.z", "alarms.kl_spike.above", "alarms.entropy_collapse.floor",
@@ -334,17 +334,12 @@ def _check_shapes(config: ConfigDict) -> None:
         _require(context_rows >= context, "warmstart.row_tokens", context_rows, f"a row must hold the longest demonstration, {together}")
         rows = config.warmstart.rows
         _require(rows % devices == 0, "warmstart.rows", rows, f"must divide by the {devices} devices that share the rows")
-    chunk = rollout.decode_chunk_tokens
     _require(
-        rollout.max_response_tokens % chunk == 0, "rollout.decode_chunk_tokens", chunk,
-        f"must divide rollout.max_response_tokens = {rollout.max_response_tokens}",
+        rollout.slots % devices == 0, "rollout.slots", rollout.slots,
+        f"must divide by the {devices} devices that share rows, e.g. {-(-rollout.slots // devices) * devices}",
     )  # fmt: skip
-    group = rollout.samples_per_prompt * devices
-    _require(
-        rollout.slots % group == 0, "rollout.slots", rollout.slots,
-        f"must divide by rollout.samples_per_prompt x the {devices} devices that share rows = {group}, "
-        f"e.g. {-(-rollout.slots // group) * group}",
-    )  # fmt: skip
+    least, most = rollout.min_response_tokens, rollout.max_response_tokens
+    _require(least <= most, "rollout.min_response_tokens", least, f"must not be more than rollout.max_response_tokens = {most}")
     rows = batch.micro_batch_rows
     _require(rows % devices == 0, "batch.micro_batch_rows", rows, f"must divide by the {devices} devices that share the rows")
     _require(batch.prompts >= batch.updates, "batch.updates", batch.updates, f"each update needs a group, batch.prompts = {batch.prompts}")

@@ -7,6 +7,7 @@ activations flattened to two axes: XLA:CPU sends three-axis dots down a path tha
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -162,7 +163,9 @@ class Qwen2(nnx.Module):
 
     def layer_weights(self) -> list[dict[str, jax.Array]]:
         """The weights of each layer in the compute dtype, cut out of the stack: what `run_layers_apart` takes. Call it outside of loops."""
-        stacked = {n: getattr(self, n)[...].astype(self.compute.dtype) for n, d in declarations(self.config).items() if d.axes[0] == "layers"}
+        stacked = {
+            n: getattr(self, n)[...].astype(self.compute.dtype) for n, d in declarations(self.config).items() if d.axes[0] == "layers"
+        }
         return [{name: value[layer] for name, value in stacked.items()} for layer in range(self.config.num_hidden_layers)]
 
     def run_layers_apart(
@@ -170,20 +173,20 @@ class Qwen2(nnx.Module):
         weights: Sequence[Mapping[str, jax.Array]],
         x_BSD: jax.Array,
         positions_BS: jax.Array,
-        attend: Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]],
+        attend: Callable[..., tuple[jax.Array, Any]],
         caches: Sequence[Any],
     ) -> tuple[jax.Array, list[Any]]:
         """`run_layers` for decoding: every layer has arrays of its own, so that its cache is read and written in place.
 
         Args:
             weights: of `layer_weights`.
-            attend: (q_BSHK, k_BSGK, v_BSGK, the layer's cache) -> (context_BSHK, the cache).
+            attend: (q_BSHK, k_BSGK, v_BSGK, cache=the layer's) -> (context_BSHK, the cache).
             caches: one per layer.
         """
         c, after = self.config, []
         cos, sin = rope_tables(positions_BS, c.head_dim, c.rope_theta)
         for layer, cache in zip(weights, caches, strict=True):
-            x_BSD, cache = block(c, layer, x_BSD, cos, sin, lambda q, k, v, cache=cache: attend(q, k, v, cache))
+            x_BSD, cache = block(c, layer, x_BSD, cos, sin, partial(attend, cache=cache))
             after.append(cache)
         return rms_norm(x_BSD, self.final_norm[...], c.rms_norm_eps), after
 

@@ -70,7 +70,7 @@ def prefill(
     positions_PS = jnp.broadcast_to(column_S, tokens_PS.shape)
     kept: list[Any] = [None] * model.config.num_hidden_layers
     x_PSD = model.embed_tokens(tokens_PS)
-    _, kept = model.run_layers_apart(model.layer_weights(), x_PSD, positions_PS, lambda q, k, v, _: (attend(q, k, v), (k, v)), kept)
+    _, kept = model.run_layers_apart(model.layer_weights(), x_PSD, positions_PS, lambda q, k, v, cache: (attend(q, k, v), (k, v)), kept)
     row_P = [entry_P - bank * layout.bank_entries for bank in range(layout.banks)]
     row_P = [jnp.where((row >= 0) & (row < layout.bank_entries), row, layout.bank_entries) for row in row_P]  # the last is dropped
     layers = []
@@ -131,10 +131,10 @@ def decode(
         hidden_B1D, layers = model.run_layers_apart(weights, model.embed_tokens(slots["token"][:, None]), position_B1, attend, layers)
         logits_BV = jnp.dot(hidden_B1D[:, 0], head_DV, preferred_element_type=jnp.float32) / scale
         drawn_from_BV = logits_BV
-        if truncated:
-            drawn_from_BV = logits_BV = truncate(logits_BV, numbers["top_k"], numbers["top_p"])
         if rules.min_tokens:
             drawn_from_BV = jnp.where(is_stop_V & (made_B < rules.min_tokens)[:, None], -jnp.inf, drawn_from_BV)
+        if truncated:
+            drawn_from_BV = logits_BV = truncate(drawn_from_BV, numbers["top_k"], numbers["top_p"])
         token_B = draw(drawn_from_BV, slots["key"], made_B, numbers["temperature"])
         hit_BV = jnp.arange(logits_BV.shape[1]) == token_B[:, None]
         logprob_B = jnp.sum(jnp.where(hit_BV, logits_BV, 0.0), axis=1) - jax.nn.logsumexp(logits_BV, axis=1)
@@ -172,7 +172,7 @@ def cached_attention(layout: Layout, prompt_tokens: Sequence[jax.Array], slots: 
     def prompts(q_BGRK: jax.Array, bank: int, segments: Any) -> Partial:
         """Each entry's samples together over the entry's columns."""
         entries, n = layout.bank_entries, layout.samples
-        rows, groups, queries, width = q_BGRK.shape
+        groups, queries, width = q_BGRK.shape[1:]
         row_B = entry_B - bank * entries
         here_B = running_B & (row_B >= 0) & (row_B < entries)  # an ended sample's place may be another's by now
         row_B = jnp.where(here_B, row_B, entries)

@@ -18,14 +18,14 @@ def draw(logits_BV: jax.Array, key_B: jax.Array, position_B: jax.Array, temperat
     """
     uniform_B = jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)))(key_B, position_B)
     weight_BV = jnp.exp(logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True))
-    cumulative_BV = jnp.cumsum(weight_BV, axis=-1)
-    # Rounded sums may rise where nothing is added: a token that has no weight is never taken.
-    above_BV = (cumulative_BV > uniform_B[:, None] * cumulative_BV[:, -1:]) & (weight_BV > 0)
+    # Rounded sums may rise where nothing is added: tokens without weight are left out, so that none of them is ever taken.
+    cumulative_BV = jnp.where(weight_BV > 0, jnp.cumsum(weight_BV, axis=-1), 0.0)
+    above_BV = cumulative_BV > uniform_B[:, None] * jnp.max(cumulative_BV, axis=-1, keepdims=True)
     return jnp.where(temperature > 0, jnp.argmax(above_BV, axis=-1), jnp.argmax(logits_BV, axis=-1)).astype(jnp.int32)
 
 
 def truncate(logits_BV: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Logits with all but the likeliest tokens at -inf: the `top_k` largest (0 = all), and of those the fewest that hold `top_p` of the mass.
+    """Logits with all but the likeliest tokens at -inf: the `top_k` largest (0 = all), of those the fewest that hold `top_p` of the mass.
 
     Tokens whose logit equals that of the last one kept are kept too.
     """

@@ -18,13 +18,14 @@ from ml_collections import ConfigDict
 from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import Params, Qwen2Config, build
 from jaxprorl.rollout.cache import Cache, Layout, cache_bytes, cache_shardings, empty_cache, make_layout
-from jaxprorl.rollout.decoding import ORDER_COLUMNS, STARTS, Slots, decode, empty_slots, make_rules, prefill
+from jaxprorl.rollout.decoding import ORDER_COLUMNS, Slots, decode, empty_slots, make_rules, prefill
 from jaxprorl.rollout.engine import Sampling
 from jaxprorl.rollout.schedule import Prefill, Running, Schedule
 from jaxprorl.sharding.mesh import batch_sharding, replicated
 from jaxprorl.sharding.strategies import AXES, BATCH_AXES
-from jaxprorl.types import Completion, Prompt
+from jaxprorl.types import Completion, FinishReason, Prompt
 
+FEW_PROMPTS = 16  # prefilled in one piece however few there are; with more, there is a second executable for an eighth of them
 NAIVE_MAX_TOKENS = 256  # longer prompts are prefilled by chunked attention, whose memory does not grow with their square
 
 
@@ -88,7 +89,8 @@ class JaxEngine:
             numbers = {name: shape(sharding=whole, dtype=x.dtype) for name, x in _numbers(Sampling(1, 1.0, 0, 0)).items()}
             return jitted.lower(params, cache, slots, order, shape(layout.shards, layout.banks + 1), numbers).compile()
 
-        sizes = {max(1, layout.bank_entries // 8), layout.bank_entries}
+        most = layout.bank_entries
+        sizes = {most, most // 8} if most > FEW_PROMPTS else {most}
         return _Executables(
             layout,
             jax.jit(make, out_shardings=(cache_at, slots_at)).lower().compile(),
@@ -156,16 +158,16 @@ class JaxEngine:
 
     def _prefill(self, executables: _Executables, cache: Cache, prefills: Sequence[Prefill]) -> Cache:
         layout = executables.layout
-        queues = [[prefill for prefill in prefills if prefill.shard == shard] for shard in range(layout.shards)]
+        queues = [[new for new in prefills if new.shard == shard] for shard in range(layout.shards)]
         while any(queues):
             longest = max(map(len, queues))
             size = next((size for size in executables.prefill if size >= longest), max(executables.prefill))
             tokens_PS = np.zeros((layout.shards * size, sum(layout.prompt_segments)), np.int32)
             length_P, entry_P = np.zeros(len(tokens_PS), np.int32), np.full(len(tokens_PS), layout.entries, np.int32)
             for shard, queue in enumerate(queues):
-                for row, prefill in enumerate(queue[:size], start=shard * size):
-                    ids = prefill.prompt.token_ids
-                    tokens_PS[row, : len(ids)], length_P[row], entry_P[row] = ids, len(ids), prefill.entry
+                for row, new in enumerate(queue[:size], start=shard * size):
+                    ids = new.prompt.token_ids
+                    tokens_PS[row, : len(ids)], length_P[row], entry_P[row] = ids, len(ids), new.entry
                 del queue[:size]
             arguments = jax.device_put((tokens_PS, length_P, entry_P), batch_sharding(self.mesh))
             cache = executables.prefill[size](self._params, cache, *arguments)
@@ -173,7 +175,7 @@ class JaxEngine:
 
     def _stream(self, schedule: Schedule, view: dict[str, jax.Array], sampling: Sampling) -> Iterator[Completion]:
         layout, version = schedule.layout, self._version
-        while schedule.running:
+        while schedule.unfinished:
             seen = jax.device_get(view)
             ended = []
             self._slot_steps += int(seen["steps_1"].sum()) * layout.slots
@@ -185,14 +187,14 @@ class JaxEngine:
                 self._tokens += new
                 if not seen["running_B"][slot]:
                     ended.append(schedule.end(slot))
-            if schedule.running or schedule.waiting:
+            if schedule.unfinished:
                 view = self._advance(schedule, sampling)  # the devices go on before the host hands anything out
             for running in ended:
                 yield self._completion(running, version)
 
     def _completion(self, running: Running, version: int) -> Completion:
         token_ids, logprobs = np.concatenate(running.token_ids), np.concatenate(running.logprobs)
-        reason = "stop" if token_ids[-1] in self.rules.stop_ids else "length"
+        reason: FinishReason = "stop" if token_ids[-1] in self.rules.stop_ids else "length"
         return Completion(running.prompt.prompt_id, running.sample, token_ids, logprobs, reason, ((version, 0, len(token_ids)),))
 
 

@@ -51,9 +51,14 @@ class Schedule:
     def __init__(self, layout: Layout, prompts: Sequence[Prompt], limit: Callable[[int, int], int]):
         """`limit(prompt_id, sample)` is the most tokens of a sample."""
         self.layout, self._limit = layout, limit
-        self.waiting = deque(prompts)
+        self._waiting = deque(prompts)
         self.running: dict[int, Running] = {}  # by slot, counted over all shards
         self._shards = [_Shard(list(range(layout.slots)), list(range(layout.entries))) for _ in range(layout.shards)]
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether some sample has not ended."""
+        return bool(self.running or self._waiting or any(shard.open for shard in self._shards))
 
     def admit(self) -> tuple[list[Prefill], list[int]]:
         """Fills free slots. Returns the prompts to prefill, and the slots whose sample is new."""
@@ -72,11 +77,11 @@ class Schedule:
             started.append(slot)
 
     def _can_open(self, shard: _Shard) -> bool:
-        return bool(self.waiting and shard.free_entries)
+        return bool(self._waiting and shard.free_entries)
 
     def _open(self, number: int) -> Prefill:
         """The next prompt takes the lowest free entry, so that few banks are in use."""
-        shard, prompt = self._shards[number], self.waiting.popleft()
+        shard, prompt = self._shards[number], self._waiting.popleft()
         entry = heapq.heappop(shard.free_entries)
         samples = range(self.layout.samples)
         shard.open.extend(Running(prompt, sample, entry, self._limit(prompt.prompt_id, sample)) for sample in samples)

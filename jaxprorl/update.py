@@ -44,7 +44,9 @@ def batch_log_probs(graphdef: nnx.GraphDef, params: Params, rows: Batch, tempera
     """logp_BS and entropy_BS of the response tokens of packed rows under `params`; 0 elsewhere."""
     model = nnx.merge(graphdef, params)
     hidden_BSD = model(rows["tokens"], rows["positions"], rows["segment_ids"])
-    return token_log_probs(hidden_BSD, model.head(), rows["targets"], temperature, rows["mask"], model.compute.row_mesh, model.compute.table)
+    return token_log_probs(
+        hidden_BSD, model.head(), rows["targets"], temperature, rows["mask"], model.compute.row_mesh, model.compute.table
+    )
 
 
 def on_own_rows(graphdef: nnx.GraphDef, params: Params) -> nnx.GraphDef:

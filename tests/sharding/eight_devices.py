@@ -58,8 +58,8 @@ ENGINES = ("one", "fsdp", "fsdp_tp", "tp", "few_heads_one", "few_heads_tp")
 
 def config_of(strategy: str) -> Any:
     """Two updates, each of two packed micro-batches of unequal lengths; run with `sgd`."""
-    changes = {"batch__prompts": 12, "batch__micro_batch_rows": 8, "batch__row_tokens": 32, "algorithm__kl_coefficient": 0.1}
-    return tiny_config(mesh__strategy=strategy, **changes)
+    changes = {"batch__prompts": 12, "batch__micro_batch_rows": 8, "batch__row_tokens": 32, "rollout__slots": 32}
+    return tiny_config(mesh__strategy=strategy, algorithm__kl_coefficient=0.1, **changes)
 
 
 def sgd(_: Any) -> optax.GradientTransformation:

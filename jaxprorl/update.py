@@ -21,7 +21,7 @@ from jaxprorl.algorithms import correction, kl, losses
 from jaxprorl.models.logprobs import token_log_probs
 from jaxprorl.models.qwen2 import Params
 from jaxprorl.optimizer import learning_rate, make_optimizer
-from jaxprorl.sharding.gradients import mesh_of_whole, reduced_once
+from jaxprorl.sharding.gradients import Accumulate, mesh_of_whole, reduced_once
 from jaxprorl.state import TrainState
 
 Batch = dict[str, jax.Array]
@@ -185,7 +185,7 @@ def make_train_step(
     def update(state: TrainState, mini_batch: tuple[Batch, jax.Array, jax.Array]) -> tuple[TrainState, Metrics]:
         """One optimizer update from one mini-batch."""
         rows, used, denominator = mini_batch
-        gradients_of = partial(accumulate, graphdef)
+        gradients_of: Accumulate = partial(accumulate, graphdef)
         if mesh and gradient_shardings:
             own = partial(accumulate, on_own_rows(graphdef, state.params))
             gradients_of = reduced_once(own, mesh, gradient_shardings, config.model.dtype)

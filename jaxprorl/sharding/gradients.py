@@ -21,6 +21,7 @@ def mesh_of_whole(shardings: Mapping[str, NamedSharding] | None) -> Mesh | None:
     if not shardings or not all(sharding.is_fully_replicated for sharding in shardings.values()):
         return None
     mesh = next(iter(shardings.values())).mesh
+    assert isinstance(mesh, Mesh)  # arrays are placed on devices
     rows_only = all(size == 1 for axis, size in mesh.shape.items() if axis not in BATCH_AXES)
     return mesh if rows_only and mesh.size > 1 else None
 

@@ -4,7 +4,7 @@ docs/sharding.md derives every term. What is left out is below a thousandth of t
 """
 
 import math
-from collections import Counter
+from collections import defaultdict
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
@@ -37,13 +37,13 @@ def least_wire_bytes(
         ValueError: as `param_shardings` does.
     """
     parts = _parameter_bytes(model, mesh, strategy, micro_batches, dtype)
-    parts.update(_activation_bytes(model, mesh, strategy, tokens, micro_batches, dtype, remat))
+    parts |= _activation_bytes(model, mesh, strategy, tokens, micro_batches, dtype, remat)
     return {name: size for name, size in parts.items() if size}
 
 
-def _parameter_bytes(model: Qwen2Config, mesh: Mesh | AbstractMesh, strategy: str, micro_batches: int, dtype: str) -> Counter[str]:
+def _parameter_bytes(model: Qwen2Config, mesh: Mesh | AbstractMesh, strategy: str, micro_batches: int, dtype: str) -> dict[str, float]:
     params, moments = param_shardings(model, mesh, strategy), moment_shardings(model, mesh, strategy)
-    width, parts = jnp.dtype(dtype).itemsize, Counter[str]()
+    width, parts = jnp.dtype(dtype).itemsize, defaultdict[str, float](float)
     heads_axis = params["q_kernel"].spec[2]
 
     def devices(axes: set[str]) -> int:
@@ -72,7 +72,7 @@ def _parameter_bytes(model: Qwen2Config, mesh: Mesh | AbstractMesh, strategy: st
 
 def _activation_bytes(
     model: Qwen2Config, mesh: Mesh | AbstractMesh, strategy: str, tokens: int, micro_batches: int, dtype: str, remat: str
-) -> Counter[str]:
+) -> dict[str, float]:
     c, width, params = model, jnp.dtype(dtype).itemsize, param_shardings(model, mesh, strategy)
     tokens_here = tokens / math.prod(mesh.shape[axis] for axis in (*BATCH_AXES, CONTEXT_AXIS))
     hidden = micro_batches * tokens_here * c.hidden_size * width  # bytes of one device's hidden states, of all micro-batches
@@ -85,7 +85,7 @@ def _activation_bytes(
     sums = {heads_axis: 2 + SUMS_AGAIN[remat], mlp_axis: 2}  # per layer, forward and backward
     if heads_axis == mlp_axis:
         sums = {heads_axis: 4 + SUMS_AGAIN[remat]}
-    parts = Counter[str]()
+    parts = defaultdict[str, float](float)
     for axis, times in sums.items():
         parts["sums of layers"] += c.num_hidden_layers * times * RING_COST["all-reduce"](size(axis, axis not in BATCH_AXES)) * hidden
     # Looked up by all who hold a part of the vocabulary; and the gradient of what the output matrix multiplies.

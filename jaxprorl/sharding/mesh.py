@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from jaxprorl.models.qwen2 import Qwen2Config, declarations
@@ -55,7 +55,7 @@ def partition_spec(axes: tuple[str | None, ...], table: Table) -> PartitionSpec:
     return PartitionSpec(*mesh_axes)
 
 
-def param_shardings(model_config: Qwen2Config, mesh: Mesh, strategy: str) -> dict[str, NamedSharding]:
+def param_shardings(model_config: Qwen2Config, mesh: Mesh | AbstractMesh, strategy: str) -> dict[str, NamedSharding]:
     """Sharding of every parameter, by name.
 
     Raises:
@@ -64,12 +64,12 @@ def param_shardings(model_config: Qwen2Config, mesh: Mesh, strategy: str) -> dic
     return table_shardings(model_config, mesh, strategy, STRATEGIES[strategy].params)
 
 
-def moment_shardings(model_config: Qwen2Config, mesh: Mesh, strategy: str) -> dict[str, NamedSharding]:
+def moment_shardings(model_config: Qwen2Config, mesh: Mesh | AbstractMesh, strategy: str) -> dict[str, NamedSharding]:
     """Sharding of every parameter's gradient and optimizer moments, by name. Raises as `param_shardings` does."""
     return table_shardings(model_config, mesh, strategy, STRATEGIES[strategy].moments)
 
 
-def table_shardings(model_config: Qwen2Config, mesh: Mesh, strategy: str, table: Table) -> dict[str, NamedSharding]:
+def table_shardings(model_config: Qwen2Config, mesh: Mesh | AbstractMesh, strategy: str, table: Table) -> dict[str, NamedSharding]:
     """Sharding of arrays shaped like the parameters, by name.
 
     Heads are never cut: query heads must divide by the devices that they are split over. Key-value heads, of which there are fewer, stay

@@ -42,3 +42,15 @@ class CheckpointError(UserError, RuntimeError):
 
 class RunLockedError(UserError, RuntimeError):
     """Another process works in the run's folder."""
+
+
+class SharedMemoryError(UserError, RuntimeError):
+    """Shared memory that cannot be had, or that does not hold what it should."""
+
+
+class RingFullError(SharedMemoryError):
+    """The other process took no record in time."""
+
+
+class RecordError(SharedMemoryError, ValueError):
+    """Bytes that are no record of this version."""

@@ -194,8 +194,7 @@ def rewrite_metrics(run: str, change: Callable[[list[dict[str, Any]]], list[dict
     """Changes the metrics, and what the run's end tells of them accordingly."""
     path = HOME / "runs" / run / "metrics.jsonl"
     rows = change(tiny_run.lines(path))
-    path.write_text("".join(json.dumps(row) + "
-" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     edit_event(run, "run_end", lambda event: event["spent"].update(completion_tokens=tokens_of(rows)))
 
 

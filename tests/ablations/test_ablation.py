@@ -18,6 +18,7 @@ import pytest
 import tiny_ablation
 import tiny_run
 
+from jaxprorl import commit
 from jaxprorl.ablations.plan import make_plan
 from jaxprorl.ablations.results import Result, conclude
 from jaxprorl.ablations.runs import Home
@@ -49,7 +50,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     harness = start(folder)
     run = folder / HOME / "runs/often-seed_0"
     end_s = time.monotonic() + 240
-    while len(tiny_run.lines(run / "metrics.jsonl")) < 2:
+    while not commit.committed_steps(run / "checkpoints"):
         assert harness.poll() is None and time.monotonic() < end_s, harness.communicate()
         time.sleep(0.01)
     (trainer,) = (child for child in psutil.Process(harness.pid).children() if "launch/train.py" in " ".join(child.cmdline()))

@@ -33,9 +33,9 @@ def test_a_plan_says_who_is_compared_by_what_and_what_it_can_find() -> None:
     assert plan.configs["often"]["resets"]["every_steps"] == 1
     assert plan.configs["never"]["checkpoint"]["every_steps"] == 1, "fields are for all arms"
     assert not {"seed", "steps", "run_name", "budget"} & set(plan.configs["never"])
-    assert plan.minimum_detectable == minimum_detectable(0.1, 2, pytest.approx(0.05 / 2), 0.8)
+    assert plan.minimum_detectable == pytest.approx(minimum_detectable(0.1, 2, 0.05 / 2, 0.8))
     uncorrected = make_plan(settings(correction="none"))
-    assert uncorrected.minimum_detectable == minimum_detectable(0.1, 2, pytest.approx(0.05), 0.8)
+    assert uncorrected.minimum_detectable == pytest.approx(minimum_detectable(0.1, 2, 0.05, 0.8))
     assert make_plan(settings(control="")).comparisons == [["never", "broken"], ["often", "broken"], ["often", "never"]]
     assert make_plan(settings(seeds=(0,))).minimum_detectable is None
 

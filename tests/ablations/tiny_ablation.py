@@ -7,6 +7,7 @@ from ml_collections import ConfigDict
 from configs.ablations import base
 
 EXPERIMENT = Path(__file__).resolve().parents[1] / "tiny_run.py"
+REWARD = "tiny_run:brevity"
 BUDGET = 6000  # about four steps
 
 
@@ -15,14 +16,14 @@ def get_config(kind: str = "resets") -> ConfigDict:
     c = base.get_config()
     c.name = kind
     c.experiment = str(EXPERIMENT)
-    c.fields = ("steps=50", "checkpoint.every_steps=1", "validation.every_steps=2", "resets.every_steps=0")
+    c.fields = ("steps=50", "checkpoint.every_steps=1", "validation.every_steps=2", "resets.every_steps=0", f"evaluation.reward={REWARD}")
     c.arms.never = ()
     if kind == "resets":
         c.arms.often = ("resets.every_steps=1", "resets.optimizer=none")
         c.arms.broken = ("mesh.strategy=tp",)  # the model has one head
         c.control = "never"
         c.seeds = (0, 1)
-        c.metric = "held_out.mean_score"  # the tiny model solves nothing
+        c.metric = "held_out.mean_score"  # the tiny model solves nothing, but is more or less brief
         c.budget.size = BUDGET
         c.paired_sd = 0.1
     else:

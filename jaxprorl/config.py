@@ -21,8 +21,8 @@ from jaxprorl.sharding.strategies import AXES, BATCH_AXES, STRATEGIES, mesh_size
 HINT = "every field, with its type and unit, is in configs/base.py"
 
 
-def load(argv: Sequence[str]) -> ConfigDict:
-    """The locked config of a command line: `--config=FILE` and any number of `--config.field=value`.
+def load(argv: Sequence[str], hint: str = HINT) -> ConfigDict:
+    """The locked config of a command line: `--config=FILE` and any number of `--config.field=value`. `hint` says where fields are listed.
 
     Raises:
         ConfigError: no such file, unknown field, value of the wrong type.
@@ -39,9 +39,9 @@ def load(argv: Sequence[str]) -> ConfigDict:
         with contextlib.redirect_stderr(io.StringIO()):
             rest = values(["train", *argv])
     except (flags.Error, ValueError, TypeError) as error:
-        raise ConfigError(f"{error}; {HINT}") from None
+        raise ConfigError(f"{error}; {hint}") from None
     except (KeyError, AttributeError) as error:
-        raise ConfigError(f"{_unknown_field(error, argv)}; {HINT}") from None
+        raise ConfigError(f"{_unknown_field(error, argv)}; {hint}") from None
     if len(rest) > 1:
         raise ConfigError(f"unexpected argument {rest[1]!r}: fields are set by --config.FIELD=VALUE")
     config: ConfigDict = values.config
@@ -106,6 +106,7 @@ POSITIVE = (
     "alarms.kl_spike.window", "alarms.mismatch_trend.window",
 )  # fmt: skip
 NOT_NEGATIVE = (
+    "budget.completion_tokens", "budget.updates", "budget.prompts",
     "seed", "data.train_seed", "data.validation_seed", "data.held_out_seed", "warmstart.warmup_updates", "warmstart.careless_updates",
     "warmstart.max_corrections",
     "algorithm.kl_coefficient", "algorithm.entropy_bonus", "algorithm.correction_low", "filtering.tolerance",

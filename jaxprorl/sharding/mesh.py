@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
+from jaxprorl.errors import ConfigError
 from jaxprorl.models.qwen2 import Qwen2Config, declarations
 from jaxprorl.sharding.strategies import AXES, BATCH_AXES, CONTEXT_AXIS, STRATEGIES, Table, mesh_sizes
 
@@ -59,7 +60,7 @@ def param_shardings(model_config: Qwen2Config, mesh: Mesh | AbstractMesh, strate
     """Sharding of every parameter, by name.
 
     Raises:
-        ValueError: a dimension does not divide by the devices that it is split over.
+        ConfigError: a dimension does not divide by the devices that it is split over.
     """
     return table_shardings(model_config, mesh, strategy, STRATEGIES[strategy].params)
 
@@ -79,7 +80,7 @@ def table_shardings(model_config: Qwen2Config, mesh: Mesh | AbstractMesh, strate
     heads = {"heads": c.num_attention_heads, "kv_heads": c.num_key_value_heads}
     split = {axis: 1 if name is None else mesh.shape[name] for axis, name in table.items()}
     if heads["heads"] % split["heads"]:
-        raise ValueError(
+        raise ConfigError(
             f"mesh.strategy = {strategy!r} splits {heads['heads']} attention heads over {split['heads']} devices along "
             f"{table['heads']}; use a number that divides them"
         )
@@ -89,7 +90,7 @@ def table_shardings(model_config: Qwen2Config, mesh: Mesh | AbstractMesh, strate
         spec = partition_spec(declaration.axes, table)
         for size, axis in zip(declaration.shape, spec, strict=True):
             if axis is not None and size % mesh.shape[axis]:
-                raise ValueError(
+                raise ConfigError(
                     f"mesh.strategy = {strategy!r} splits {name} {declaration.shape} over {mesh.shape[axis]} devices along"
                     f" a dimension of {size}; use a device count that divides it, or another strategy"
                 )

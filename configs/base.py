@@ -15,6 +15,7 @@ def get_config() -> ConfigDict:
     c.seed = 0  # warm start, prompt order and sampling; the data has seeds of its own
     c.steps = 100  # RL length: one step = one rollout batch and its `batch.updates` optimizer updates
     c.on_existing = "resume"  # run folder exists already: "resume" = go on from its last checkpoint; "replace" = move it aside, start over
+    c.profile_steps = ()  # steps whose jax.profiler traces go to RUN/profiles; such a step waits for its own update. () = none
 
     # A run also ends at the first step boundary at which one of these is used up: it is then matched to others within one step. 0 = none.
     c.budget = ConfigDict()
@@ -108,7 +109,7 @@ def get_config() -> ConfigDict:
 
     # Dynamic sampling: which groups carry a signal. The others are dropped and, up to a cap, replaced.
     c.filtering = ConfigDict()
-    c.filtering.rule = "spread"  # "spread": rewards differ by more than `tolerance`; "accuracy": not all 0, not all 1 (binary rewards)
+    c.filtering.rule = "spread"  # "spread": rewards differ by more than `tolerance`; "accuracy": not all 0, not all 1; "off": keep all
     c.filtering.rules = ConfigDict()  # domain -> rule, where it differs
     c.filtering.tolerance = 1e-6  # rewards that lie within it are equal
 

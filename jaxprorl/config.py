@@ -145,7 +145,7 @@ CHOICES = {
     "algorithm.kl_placement": ("loss", "reward"),
     "algorithm.old_logp": ("trainer", "engine"),
     "algorithm.correction": ("off", "truncated", "icepop", "geometric_mask"),
-    "filtering.rule": ("spread", "accuracy"),
+    "filtering.rule": ("spread", "accuracy", "off"),
     "shaping.stopping": ("off", "overlong", "non_termination", "stop_properly"),
     "optimizer.schedule": ("constant", "cosine"),
     "resets.optimizer": ("all", "moments_and_bias", "moments", "none"),
@@ -189,6 +189,11 @@ def _check_numbers(config: ConfigDict) -> None:
         config.batch.max_drawn_factor,
         "must be 1 or more (1 = no refill)",
     )
+    steps = tuple(config.profile_steps)
+    _require(
+        all(type(step) is int and 0 <= step < config.steps for step in steps), "profile_steps", steps,
+        f"whole numbers from 0 to steps - 1 = {config.steps - 1}",
+    )  # fmt: skip
     planned, most = config.warmstart.skill_updates, config.warmstart.max_skill_updates
     _require(most >= planned, "warmstart.max_skill_updates", most, f"must not be below warmstart.skill_updates = {planned}")
     n = config.rollout.samples_per_prompt

@@ -12,7 +12,7 @@ from jaxprorl.errors import ConfigError
 from jaxprorl.run_lock import RunLock
 
 # Fields that may change between the first start and a resume: they do not change what a step computes.
-FREE_FIELDS = ("steps", "budget.", "on_existing", "cache_dir", "runs_dir", "monitoring.", "checkpoint.", "grading.workers")
+FREE_FIELDS = ("steps", "budget.", "on_existing", "cache_dir", "runs_dir", "profile_steps", "monitoring.", "checkpoint.", "grading.workers")
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ class RunFolder:
     def tensorboard(self) -> Path:
         """Derived from metrics and events."""
         return self.path / "tensorboard"
+
+    @property
+    def profiles(self) -> Path:
+        """One folder of jax.profiler traces per step of `profile_steps`."""
+        return self.path / "profiles"
 
     @property
     def base_model(self) -> Path:

@@ -24,6 +24,7 @@ from jaxprorl.evaluation.report import write_report
 from jaxprorl.evaluation.summary import build_summary, peak_memory_bytes, write_summary
 from jaxprorl.export import write_model
 from jaxprorl.monitoring.alarms import AlarmError, Paused
+from jaxprorl.monitoring.profile import start_trace, stop_trace
 from jaxprorl.preemption import Preemption
 from jaxprorl.resets.commands import take_command
 from jaxprorl.resets.controller import GAUGES
@@ -90,6 +91,7 @@ def loop(training: Training, preemption: Preemption) -> None:
     training.recorded_s = time.perf_counter()
     while not is_over(config, run):
         step = run.step
+        tracing = start_trace(config, training.folder, step)
         # Made, the rollout has dispatched its first decode steps; only then is the last update's result read.
         rollout = Rollout(config, engine, training.graders, training.splits.train, run.prompts_consumed, step, left, run.policy_version)
         run = record(training, done, state, run, left)
@@ -109,6 +111,8 @@ def loop(training: Training, preemption: Preemption) -> None:
         recorder.event(step, "swap", policy_version=run.policy_version)
         done = Step(step, batch, advantage_PN, metrics, validate_policy(training, step), dispatched_s)
         run = replace(run, validation_tokens=run.validation_tokens + int(done.validation.get("validation.completion_tokens", 0)))
+        if tracing:
+            stop_trace(state)
         if preemption.requested:
             break
     training.run = record(training, done, state, run, left, leaving=True)

@@ -123,6 +123,9 @@ WRONG_VALUES = {
     "seed=-1": "0 or more",
     "seed=4294967296": "below 2^32",
     "evaluation.seed=4294967296": "below 2^32",
+    "profile_steps=(3,-1)": "whole numbers from 0 to steps - 1 = 99",
+    "profile_steps=(100,)": "whole numbers from 0 to steps - 1 = 99",
+    "profile_steps=(1.5,)": "whole numbers from 0 to steps - 1 = 99",
     "optimizer.learning_rate=nan": "greater than 0",
     "optimizer.learning_rate=inf": "greater than 0",
     "algorithm.clip_low=1.5": "between 0 and 1",
@@ -138,7 +141,7 @@ WRONG_VALUES = {
     "algorithm.correction=tis": "off, truncated, icepop, geometric_mask",
     "algorithm.old_logp=current": "trainer, engine",
     "algorithm.entropy_bonus=-0.1": "0 or more",
-    "filtering.rule=std": "spread, accuracy",
+    "filtering.rule=std": "spread, accuracy, off",
     "filtering.tolerance=-1.0": "0 or more",
     "shaping.stopping=both": "off, overlong, non_termination, stop_properly",
     "shaping.coefficient=1.5": "between 0 and 1",
@@ -237,7 +240,8 @@ def test_triggers_and_alarms_that_cannot_work_are_refused(overrides: list[str], 
         assert word in str(caught.value)
 
 
-def test_steps_to_reset_at_are_a_tuple_on_the_command_line() -> None:
+def test_steps_are_a_tuple_on_the_command_line() -> None:
+    assert load("profile_steps=(0,99)").profile_steps == (0, 99)
     assert load("resets.at_steps=(3,5)").resets.at_steps == (3, 5)
     assert load("resets.at_steps=7,").resets.at_steps == (7,)
     assert load().resets.at_steps == ()

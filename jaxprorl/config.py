@@ -15,6 +15,7 @@ from ml_collections import ConfigDict, config_flags
 from jaxprorl.data import reasoning_gym
 from jaxprorl.errors import ConfigError, DataError, RewardError
 from jaxprorl.models.compute import ATTENTION, REMAT
+from jaxprorl.recipe import OPTIMIZER_RESETS, check_mixes, check_stages, stage_configs, stages
 from jaxprorl.rewards import puzzles, registry
 from jaxprorl.sharding.strategies import AXES, BATCH_AXES, STRATEGIES, mesh_sizes
 
@@ -63,11 +64,20 @@ def validate(config: ConfigDict) -> None:
     """Checks values and combinations.
 
     Raises:
-        ConfigError: the first field that cannot work.
+        ConfigError: the first field that cannot work, and the stage that has it.
     """
-    # Quick ones first.
-    for check in (_check_numbers, _check_choices, _check_objective, check_resets, _check_shapes, _check_rewards, _check_tasks):
+    check_stages(config)
+    check_mixes(config)
+    # Quick ones first; the last two look at what no stage may change.
+    of_a_stage = (_check_numbers, _check_choices, _check_objective, check_resets, _check_shapes)
+    for check in (*of_a_stage, _check_rewards, _check_tasks):
         check(config)
+    for stage, stage_config in zip(stages(config), stage_configs(config), strict=False):
+        try:
+            for check in of_a_stage:
+                check(stage_config)
+        except ConfigError as error:
+            raise ConfigError(f"stages: in stage {stage.name!r}, {error}") from None
 
 
 def to_json(config: ConfigDict) -> str:
@@ -81,8 +91,15 @@ def differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> Itera
         left, right = a.get(name), b.get(name)
         if isinstance(left, dict) and isinstance(right, dict):
             yield from differences(left, right, f"{prefix}{name}.")
+        elif _has_rows(left) and _has_rows(right):
+            yield from differences(*({str(number): row for number, row in enumerate(rows)} for rows in (left, right)), f"{prefix}{name}.")
         elif left != right:
             yield f"{prefix}{name}", left, right
+
+
+def _has_rows(value: Any) -> bool:
+    """True for a list of dicts, like `stages`."""
+    return isinstance(value, list | tuple) and any(isinstance(row, dict) for row in value)
 
 
 def _require(ok: bool, field: str, value: Any, remedy: str) -> None:
@@ -146,7 +163,7 @@ CHOICES = {
     "filtering.rule": ("spread", "accuracy"),
     "shaping.stopping": ("off", "overlong", "non_termination", "stop_properly"),
     "optimizer.schedule": ("constant", "cosine"),
-    "resets.optimizer": ("all", "moments_and_bias", "moments", "none"),
+    "resets.optimizer": OPTIMIZER_RESETS,
     "resets.kl_spike.metric": KL_GAUGES,
     "alarms.kl_spike.metric": KL_GAUGES,
     **{f"alarms.{name}.action": ("off", "log", "reset", "pause", "stop") for name in ALARMS},

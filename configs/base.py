@@ -38,6 +38,12 @@ def get_config() -> ConfigDict:
     c.stages = ()  # what changes on the way, in order, each made by `stage` above (docs/stages.md); () = the whole run is one
     c.on_existing = "resume"  # run folder exists already: "resume" = go on from its last checkpoint; "replace" = move it aside, start over
 
+    # A run also ends at the first step boundary at which one of these is used up: it is then matched to others within one step. 0 = none.
+    c.budget = ConfigDict()
+    c.budget.completion_tokens = 0  # sampled tokens, those of periodic validations included
+    c.budget.updates = 0  # optimizer updates, skipped ones included
+    c.budget.prompts = 0  # places of the prompt order
+
     # The policy. `path` names a Hugging Face folder; empty = the warm-start model of the shape below is made first (and cached).
     c.model = ConfigDict()
     c.model.path = ""  # Hugging Face folder (config.json, safetensors, tokenizer); empty = warm start

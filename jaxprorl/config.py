@@ -123,6 +123,7 @@ POSITIVE = (
     "alarms.kl_spike.window", "alarms.mismatch_trend.window",
 )  # fmt: skip
 NOT_NEGATIVE = (
+    "budget.completion_tokens", "budget.updates", "budget.prompts",
     "seed", "data.train_seed", "data.validation_seed", "data.held_out_seed", "warmstart.warmup_updates", "warmstart.careless_updates",
     "warmstart.max_corrections",
     "algorithm.kl_coefficient", "algorithm.entropy_bonus", "algorithm.correction_low", "filtering.tolerance",

@@ -71,7 +71,8 @@ def compile_all(
         started_s = time.perf_counter()
         made[name] = make()
         if fresh:  # a resumed run's log continues as if nothing had happened
-            recorder.event(0, "compile", name=name, time_s=round(time.perf_counter() - started_s, 2))
+            time_s = round(time.perf_counter() - started_s, 2)
+            recorder.event(0, "compile", name=name, time_s=time_s, **estimated_memory(made[name]))
     recorder.progress.phase("compiling", len(parts), len(parts))
     return Compiled(
         log_probs=lambda state, batch: made["log_probs"](state.params, state.reference, batch),
@@ -80,6 +81,15 @@ def compile_all(
         ),
         reset=made["reset"],
     )
+
+
+def estimated_memory(made: Any) -> dict[str, dict[str, int]]:
+    """The compiler's estimate for one device of the mesh as a field of the event `compile`; none where there is no executable to ask."""
+    analysis = made.memory_analysis() if isinstance(made, jax.stages.Compiled) else None
+    if analysis is None:
+        return {}
+    parts = ("argument", "output", "alias", "temp")
+    return {"memory_bytes": {part: int(getattr(analysis, f"{part}_size_in_bytes")) for part in parts}}
 
 
 def compile_reset(config: ConfigDict, state: TrainState, shardings: TrainState) -> Callable[[TrainState], TrainState]:

@@ -12,7 +12,7 @@ from jaxprorl.errors import ConfigError
 from jaxprorl.run_lock import RunLock
 
 # Fields that may change between the first start and a resume: they do not change what a step computes.
-FREE_FIELDS = ("steps", "on_existing", "cache_dir", "runs_dir", "monitoring.", "checkpoint.", "grading.workers")
+FREE_FIELDS = ("steps", "budget.", "on_existing", "cache_dir", "runs_dir", "monitoring.", "checkpoint.", "grading.workers")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -283,12 +284,22 @@ def grader_pool(config: ConfigDict, reward: str, folder: RunFolder) -> GraderPoo
     return GraderPool(reward, folder.base_model, config.grading.workers, config.grading.timeout_s)
 
 
+def params_digest(params: Params) -> str:
+    """Hex sha256 of names, dtypes, shapes and bytes, whatever the sharding."""
+    digest = hashlib.sha256()
+    for name in sorted(params):
+        value = np.asarray(jax.device_get(params[name]))  # one at a time: the host need not hold them all
+        digest.update(f"{name} {value.dtype} {value.shape}\n".encode() + value.tobytes())
+    return digest.hexdigest()
+
+
 def record_start(training: Training, cached: bool) -> None:
     """The first events of a run."""
     config, recorder, splits = training.config, training.recorder, training.splits
     recorder.event(
         0, "run_start", seed=config.seed, steps=config.steps, parameters=parameter_count(training.model_config), devices=len(jax.devices()),
-        attention=training.compute.attention, remat=training.compute.remat,
+        attention=training.compute.attention, remat=training.compute.remat, identity=training.identity,
+        start_digest=params_digest(training.state.params),
         versions={name: importlib.metadata.version(name) for name in VERSIONS},
     )  # fmt: skip
     counts = {name: len(getattr(splits, name)) for name in ("train", "validation", "held_out")}

@@ -35,6 +35,8 @@ class RunState:
         resets: resets done.
         reference_step: step of the last reference reset, 0 = the start.
         completion_tokens: sampled in training rollouts so far.
+        validation_tokens: sampled in periodic validations so far.
+        updates: optimizer updates so far, skipped ones included.
         rl_s: seconds spent in steps so far (reported only).
         rollout_s: seconds of those spent in rollouts (reported only).
         cap_steps: steps in a row, up to the last, whose batch was not full.
@@ -51,6 +53,8 @@ class RunState:
     resets: int = 0
     reference_step: int = 0
     completion_tokens: int = 0
+    validation_tokens: int = 0
+    updates: int = 0
     rl_s: float = 0.0
     rollout_s: float = 0.0
     cap_steps: int = 0

@@ -13,7 +13,9 @@ from ml_collections import ConfigDict
 
 from jaxprorl import watch as watching
 from jaxprorl.batch import batch_advantages, device_batch
-from jaxprorl.checkpoint import Host
+from jaxprorl.budget import is_over, spent
+from jaxprorl.checkpoint import Host, read_host
+from jaxprorl.commit import committed_steps
 from jaxprorl.compilation import no_compilation
 from jaxprorl.config import validate
 from jaxprorl.errors import GraderError, NonFiniteError
@@ -81,12 +83,13 @@ def train(config: ConfigDict) -> dict[str, Any]:
 
 
 def loop(training: Training, preemption: Preemption) -> None:
-    """Sample, grade, filter, advantages, K updates, swap, record: until `config.steps` (design: README, "The road")."""
+    """Sample, grade, filter, advantages, K updates, swap, record: until the run `is_over` (design: README, "The road")."""
     config, engine, recorder, compiled = training.config, training.engine, training.recorder, training.compiled
     state, run, left = training.state, training.run, training.surplus
     done: Step | None = None
     training.recorded_s = time.perf_counter()
-    for step in range(run.step, config.steps):
+    while not is_over(config, run):
+        step = run.step
         # Made, the rollout has dispatched its first decode steps; only then is the last update's result read.
         rollout = Rollout(config, engine, training.graders, training.splits.train, run.prompts_consumed, step, left, run.policy_version)
         run = record(training, done, state, run, left)
@@ -105,6 +108,7 @@ def loop(training: Training, preemption: Preemption) -> None:
         recorder.rollout(step, batch, advantage_PN, training.tokenizer)
         recorder.event(step, "swap", policy_version=run.policy_version)
         done = Step(step, batch, advantage_PN, metrics, validate_policy(training, step), dispatched_s)
+        run = replace(run, validation_tokens=run.validation_tokens + int(done.validation.get("validation.completion_tokens", 0)))
         if preemption.requested:
             break
     training.run = record(training, done, state, run, left, leaving=True)
@@ -140,6 +144,7 @@ def advance(config: ConfigDict, run: RunState, batch: RolloutBatch) -> RunState:
         prompts_consumed=run.prompts_consumed + batch.positions,
         policy_version=run.policy_version + 1,
         completion_tokens=run.completion_tokens + tokens,
+        updates=run.updates + min(len(batch.trained), config.batch.updates),  # a group is never divided
         rollout_s=run.rollout_s + batch.rollout_s,
         cap_steps=run.cap_steps + 1 if at_cap else 0,
     )
@@ -167,9 +172,10 @@ def record(training: Training, done: Step | None, state: TrainState, run: RunSta
     training.recorder.step(done.number, values)
     run = replace(run, rl_s=run.rl_s + values["time.step_s"], skipped_in_a_row=skipped_in_a_row(run.skipped_in_a_row, done.metrics))
     check_updates(training, done, run)
-    alarms = decide(training, done.number, values)
+    over = is_over(training.config, run)
+    alarms = decide(training, done.number, values, over)
     reset_boundary = training.watch.control.due(run.step) is not None
-    due = run.step == training.config.steps or reset_boundary or run.step % training.config.checkpoint.every_steps == 0 or bool(alarms)
+    due = over or reset_boundary or run.step % training.config.checkpoint.every_steps == 0 or bool(alarms)
     if due:  # one that a signal asked for is no event: the log of the uninterrupted run has none there
         training.recorder.event(done.number, "checkpoint", checkpoint_step=run.step)
     if due or leaving:
@@ -180,8 +186,11 @@ def record(training: Training, done: Step | None, state: TrainState, run: RunSta
     return run
 
 
-def decide(training: Training, number: int, values: Mapping[str, float]) -> list[Firing]:
+def decide(training: Training, number: int, values: Mapping[str, float], over: bool) -> list[Firing]:
     """Shows the metrics of step `number` to reset triggers and alarms; `training.watch` then holds what comes right before the next step.
+
+    Args:
+        over: that was the last step.
 
     Returns:
         Alarms that end the process, those that stop it first.
@@ -192,7 +201,7 @@ def decide(training: Training, number: int, values: Mapping[str, float]) -> list
         after = {name: values[name] for name in GAUGES if name in values}
         recorder.event(number, "reset_effect", trigger=last.firing.trigger, before=last.before, after=after)
     command = None
-    if config.resets.manual and step < config.steps:  # after the last step it goes on waiting
+    if config.resets.manual and not over:  # after the last step it goes on waiting
         command = take_command(training.folder.path, step, recorder.progress.note)
     training.watch, firings = watching.observe(training.rules, training.watch, step, values, command)
     actions = {firing.trigger: training.rules.alarms[firing.trigger].action for firing in firings}
@@ -263,17 +272,21 @@ def validate_policy(training: Training, step: int) -> dict[str, float]:
     result = evaluate(training.engine, training.exam_graders, prompts, config.evaluation.temperature, config.evaluation.seed)
     rates = {task: row["solve_rate"] for task, row in result["per_task"].items()}
     training.recorder.event(step, "validation", solve_rate=result["solve_rate"], mean_score=result["mean_score"], per_task=rates)
-    shown = {f"validation.{name}": result[name] for name in ("solve_rate", "mean_score")} | {"validation.items": result["n"]}
+    shown = {f"validation.{name}": result[name] for name in ("solve_rate", "mean_score", "completion_tokens")}
+    shown["validation.items"] = result["n"]
     return shown | {f"validation.{task}": rate for task, rate in rates.items()}
 
 
 def finished(config: ConfigDict, folder: RunFolder) -> dict[str, Any] | None:
-    """The summary of a run that has all its steps already."""
+    """The summary of a run that is over already."""
     if not folder.summary.is_file():
         return None
     summary: dict[str, Any] = json.loads(folder.summary.read_text())
-    if summary["steps"] != config.steps:
-        return None
+    steps = summary["steps"]
+    if steps != config.steps:
+        saved = committed_steps(folder.checkpoints)
+        if steps > config.steps or not saved or saved[-1] != steps or not is_over(config, read_host(folder.checkpoints, steps).run):
+            return None
     if not (folder.path / "report.html").is_file():  # it was killed between the two
         write_report(folder.path)
     return summary
@@ -283,7 +296,10 @@ def finish(training: Training, started_s: float) -> dict[str, Any]:
     """Final evaluation, model folder, summary and report."""
     config, folder, run, before = training.config, training.folder, training.run, training.before
     after = evaluate_held_out(training, "after")
-    training.recorder.event(run.step, "run_end", steps=run.step, resets=run.resets)
+    peaks = [stats["peak_bytes_in_use"] for device in jax.local_devices() if (stats := device.memory_stats())]
+    if peaks:
+        training.recorder.event(run.step, "device_memory", peak_bytes=peaks)
+    training.recorder.event(run.step, "run_end", steps=run.step, resets=run.resets, spent=spent(run))
     scores = {"before": before["sampled"], "after": after["sampled"]}
     write_model(folder.model, folder, config, training.model_config, training.state.params, training.tokenizer, run, scores)
     training.checkpoints.wait()

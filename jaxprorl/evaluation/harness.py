@@ -25,17 +25,20 @@ def evaluate(
         on_progress: called with (completions so far, all).
 
     Returns:
-        A `solve_summary`. A grader error counts as not solved here: an item cannot leave a benchmark.
+        A `solve_summary`, and `completion_tokens`, the number sampled. A grader error counts as not solved here: an item cannot leave
+        a benchmark.
     """
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    tokens = 0
     for done, completion in enumerate(engine.generate(prompts, Sampling(1, temperature, seed, step=0)), start=1):
         graders.submit(by_id[completion.prompt_id], [completion])
+        tokens += len(completion.token_ids)
         on_progress(done, len(prompts))
     scores = graders.collect()
     values: dict[str, list[float]] = {}
     for prompt in prompts:
         values.setdefault(prompt.task, []).append(scores[prompt.prompt_id, 0].value)
-    return solve_summary(values)
+    return solve_summary(values) | {"completion_tokens": tokens}
 
 
 def first_per_task(prompts: Sequence[Prompt], count: int) -> list[Prompt]:

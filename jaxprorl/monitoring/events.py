@@ -14,12 +14,16 @@ __all__ = ["EVENTS", "EventLog", "read", "truncate"]
 EVENTS: dict[str, tuple[str, str]] = {
     "run_start": (
         "a run begins from nothing",
-        "seed, steps, parameters (count), devices (count), attention, remat, versions {package: version}",
+        "seed, steps, parameters (count), devices (count), attention, remat, versions {package: version}, "
+        "identity {data, tokenizer, reward: digest}, start_digest (of the start parameters)",
     ),
     "resume": ("a run goes on from a checkpoint", "checkpoint_step, metrics_offset?, events_offset?"),
     "warm_start": ("the base model is ready", "cached (bool), fingerprint, skill_updates?, careless_updates?, solve_rate?"),
     "data": ("splits made and compared", "train, validation, held_out (items), duplicates_removed?, fingerprint?"),
-    "compile": ("an executable was built before the loop", "name, shapes?, time_s?"),
+    "compile": (
+        "an executable was built before the loop",
+        "name, shapes?, time_s?, memory_bytes? {argument, output, alias (shared by these), temp: the compiler's estimate per device}",
+    ),
     "evaluation": ("held-out split graded", "when (before or after), temperature, solve_rate, mean_score, per_task?"),
     "reset": (
         "reference, optimizer or both reset, right before this step",
@@ -39,7 +43,11 @@ EVENTS: dict[str, tuple[str, str]] = {
     "grader_errors": ("samples without a score", "count, share, graders?, examples?"),
     "checkpoint": ("a checkpoint was written", "checkpoint_step?, bytes?, time_s?"),
     "interrupted": ("a signal stopped the run after this step", "signal"),
-    "run_end": ("all steps done", "steps, resets"),
+    "device_memory": ("peak since this process began, where the platform tells", "peak_bytes [per device]"),
+    "run_end": (
+        "all steps done, or a budget used up",
+        "steps, resets, spent {completion_tokens (of validations too), updates (skipped ones too), prompts}",
+    ),
 }
 _CLOCK_SUFFIXES = ("_s", "seconds", "timestamp", "elapsed", "duration")
 

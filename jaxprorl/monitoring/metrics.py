@@ -84,6 +84,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "validation.solve_rate": ("share", "validation items solved; only in the lines of steps with a validation"),
     "validation.mean_score": ("score", "mean score on the validation items"),
     "validation.items": ("items", "their number"),
+    "validation.completion_tokens": ("tokens", "sampled for them"),
     "validation.TASK": ("share", "validation items of one task solved"),
     "time.rollout_s": ("s", "sampling"),
     "time.update_s": ("s", "optimizer updates"),

@@ -68,9 +68,9 @@ def validate(config: ConfigDict) -> None:
     """
     check_stages(config)
     check_mixes(config)
-    # Quick ones first; the last two look at what no stage may change.
+    # Quick ones first; the last three look at what no stage may change.
     of_a_stage = (_check_numbers, _check_choices, _check_objective, check_resets, _check_shapes)
-    for check in (*of_a_stage, _check_rewards, _check_tasks):
+    for check in (*of_a_stage, _check_warm_start, _check_rewards, _check_tasks):
         check(config)
     for stage, stage_config in zip(stages(config), stage_configs(config), strict=False):
         try:
@@ -92,7 +92,7 @@ def differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> Itera
         if isinstance(left, dict) and isinstance(right, dict):
             yield from differences(left, right, f"{prefix}{name}.")
         elif _has_rows(left) and _has_rows(right):
-            yield from differences(*({str(number): row for number, row in enumerate(rows)} for rows in (left, right)), f"{prefix}{name}.")
+            yield from differences(_numbered(left), _numbered(right), f"{prefix}{name}.")
         elif left != right:
             yield f"{prefix}{name}", left, right
 
@@ -100,6 +100,10 @@ def differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> Itera
 def _has_rows(value: Any) -> bool:
     """True for a list of dicts, like `stages`."""
     return isinstance(value, list | tuple) and any(isinstance(row, dict) for row in value)
+
+
+def _numbered(rows: Any) -> dict[str, Any]:
+    return {str(number): row for number, row in enumerate(rows)}
 
 
 def _require(ok: bool, field: str, value: Any, remedy: str) -> None:
@@ -328,6 +332,26 @@ def _check_tasks(config: ConfigDict) -> None:
             raise ConfigError(f"data.tasks.{task}: {error}") from None
 
 
+def _row_devices(config: ConfigDict) -> int:
+    """Devices that share the rows of a batch, of those that a CPU run has."""
+    mesh = config.mesh
+    sizes = {axis: max(1, mesh[axis]) for axis in AXES}
+    rest = max(1, mesh.cpu_devices // math.prod(sizes.values()))
+    return sizes["data"] * sizes["fsdp"] * (rest if STRATEGIES[mesh.strategy].fills in BATCH_AXES else 1)
+
+
+def _check_warm_start(config: ConfigDict) -> None:
+    if config.model.path:
+        return
+    context, row_tokens = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens, config.warmstart.row_tokens
+    _require(
+        row_tokens >= context, "warmstart.row_tokens", row_tokens,
+        f"a row must hold the longest demonstration, rollout.max_prompt_tokens + rollout.max_response_tokens = {context}",
+    )  # fmt: skip
+    devices, rows = _row_devices(config), config.warmstart.rows
+    _require(rows % devices == 0, "warmstart.rows", rows, f"must divide by the {devices} devices that share the rows")
+
+
 def _check_shapes(config: ConfigDict) -> None:
     rollout, batch, model, mesh = config.rollout, config.batch, config.model, config.mesh
     sizes = {axis: max(1, mesh[axis]) for axis in AXES}
@@ -335,8 +359,7 @@ def _check_shapes(config: ConfigDict) -> None:
         mesh_sizes(mesh.strategy, sizes, math.prod(sizes.values()))  # how many devices there are is known only at start
     except ValueError as error:
         raise ConfigError(f"mesh.{error}") from None
-    rest = max(1, mesh.cpu_devices // math.prod(sizes.values()))
-    devices = sizes["data"] * sizes["fsdp"] * (rest if STRATEGIES[mesh.strategy].fills in BATCH_AXES else 1)  # they share the rows
+    devices = _row_devices(config)
     context = rollout.max_prompt_tokens + rollout.max_response_tokens
     together = f"rollout.max_prompt_tokens + rollout.max_response_tokens = {context}"
     _require(batch.row_tokens >= context, "batch.row_tokens", batch.row_tokens, f"a row must hold the longest sequence, {together}")
@@ -348,10 +371,6 @@ def _check_shapes(config: ConfigDict) -> None:
         _require(model.head_dim % 2 == 0, "model.head_dim", model.head_dim, "rotary embeddings need an even width")
         heads, groups = model.num_attention_heads, model.num_key_value_heads
         _require(heads % groups == 0, "model.num_key_value_heads", groups, f"must divide model.num_attention_heads = {heads}")
-        context_rows = config.warmstart.row_tokens
-        _require(context_rows >= context, "warmstart.row_tokens", context_rows, f"a row must hold the longest demonstration, {together}")
-        rows = config.warmstart.rows
-        _require(rows % devices == 0, "warmstart.rows", rows, f"must divide by the {devices} devices that share the rows")
     chunk = rollout.decode_chunk_tokens
     _require(
         rollout.max_response_tokens % chunk == 0, "rollout.decode_chunk_tokens", chunk,

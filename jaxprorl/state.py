@@ -44,7 +44,7 @@ class RunState:
         stage: number of the stage under way, from 0.
         stage_step: its first step.
         stage_prompts: `prompts_consumed` when it began; its order of prompts starts there.
-        stages_over: the last stage has ended.
+        stages_ended: their number.
     """
 
     step: int = 0
@@ -62,7 +62,7 @@ class RunState:
     stage: int = 0
     stage_step: int = 0
     stage_prompts: int = 0
-    stages_over: bool = False
+    stages_ended: int = 0
 
 
 def state_shardings(config: ConfigDict, model_config: Qwen2Config, mesh: Mesh) -> TrainState:

@@ -71,14 +71,15 @@ def wrap(owner: Any, name: str, before: Callable[..., None] | None = None, after
 
 def wrap_compiled(training: Any, name: str, kill: Kill) -> None:
     """Kills after an executable of the loop was dispatched."""
-    original = getattr(training.compiled, name)
+    original = getattr(training.setting.compiled, name)
 
     def wrapped(*args: Any) -> Any:
         result = original(*args)
         kill()
         return result
 
-    training.compiled = dataclasses.replace(training.compiled, **{name: wrapped})
+    compiled = dataclasses.replace(training.setting.compiled, **{name: wrapped})
+    training.setting = dataclasses.replace(training.setting, compiled=compiled)
 
 
 def watch_loop(kill: Kill, prepare: Callable[[Any], None] = lambda training: None) -> None:
@@ -113,7 +114,7 @@ def update(kill: Kill) -> None:
 
 def swap(kill: Kill) -> None:
     """Right after the engine took new weights, before anything is recorded."""
-    watch_loop(kill, lambda training: wrap(training.engine, "set_weights", after=lambda *_: kill()))
+    watch_loop(kill, lambda training: wrap(training.setting.engine, "set_weights", after=lambda *_: kill()))
 
 
 def reset(kill: Kill) -> None:

@@ -22,7 +22,7 @@ from jaxprorl.sharding.mesh import moment_shardings, replicated
 from jaxprorl.state import TrainState
 from jaxprorl.update import Batch, Fixed, Metrics, make_log_probs, make_train_step
 
-# What log-probs and updates do not read: groups, and all of `rollout` but two fields. Stages that differ in these alone share their programs.
+# What log-probs and updates do not read: these groups, and of `rollout` all but these fields. Stages that differ in it share programs.
 HOST_GROUPS = ("data", "filtering", "shaping", "resets", "stages", "rollout")
 ROLLOUT_FIELDS = ("samples_per_prompt", "temperature")
 What = tuple[bool, str]  # what a reset resets: `resets.reference`, `resets.optimizer`

@@ -19,7 +19,8 @@ from jaxprorl.monitoring.samples import read_samples
 
 # Others are only counted.
 _LISTED = (
-    "run_start", "warm_start", "resume", "stage", "stage_end", "reset", "reset_effect", "alarm", "interrupted", "evaluation", "grader_errors", "run_end",
+    "run_start", "warm_start", "resume", "stage", "stage_end", "reset", "reset_effect", "alarm", "interrupted", "evaluation",
+    "grader_errors", "run_end",
 )  # fmt: skip
 _SAMPLES_SHOWN = 4  # per step, one per task first
 _CSS = """

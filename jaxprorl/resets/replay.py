@@ -47,7 +47,8 @@ class Replay:
 def replay(run: Path, changes: Mapping[str, Any] | None = None) -> Replay:
     """Shows a run's metrics to its reset triggers, or to changed ones, step by step.
 
-    A person's commands, the ends of stages and the resets that stages begin with are taken from the run. The boundary after its last step is looked at too, though no reset was done there.
+    A person's commands, the ends of stages and the resets that stages begin with are taken from the run. The boundary after its last step
+    is looked at too, though no reset was done there.
 
     Args:
         changes: of `config.resets`, nested like it, in all stages; None = the run's own.

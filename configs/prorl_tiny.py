@@ -5,6 +5,9 @@
 It shows what a recipe of stages does, not what ProRL reaches: every stage is some ten steps long.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from configs import quickstart
@@ -13,22 +16,26 @@ from configs.base import stage
 THREE_TASKS = ("chain_sum", "spell_backward", "number_filtering")
 
 
+def begun_by_a_reset(name: str, steps: int, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A stage that begins with a reset of reference and optimizer."""
+    return stage(name, steps, changes, reset_reference=True, reset_optimizer="all")
+
+
 def get_config() -> ConfigDict:
     """The quickstart in eight stages, each what the run of its number is in prorl_1p5b.py."""
     c = quickstart.get_config()
     c.run_name = "prorl_tiny"
     c.validation.every_steps = 5
     c.resets.every_steps = 0  # at the boundaries of stages, and there alone
-    hard = {"reset_reference": True, "reset_optimizer": "all"}
     c.stages = (
         stage("run 1", 20, {"data.mix": THREE_TASKS}),
-        stage("run 2", 15, **hard),
-        stage("run 3", 15, {"data.mix": (*THREE_TASKS, "complex_arithmetic")}, **hard),
-        stage("run 4", 10, {"shaping.stopping": "non_termination"}, **hard),
-        stage("run 5", 10, **hard),
-        stage("run 6", 10, {"rollout.samples_per_prompt": 16}, **hard),
-        stage("run 7", 10, **hard),
-        stage("run 8", 10, {"rollout.samples_per_prompt": 8, "rollout.max_response_tokens": 96, "batch.row_tokens": 120}, **hard),
+        begun_by_a_reset("run 2", 15),
+        begun_by_a_reset("run 3", 15, {"data.mix": (*THREE_TASKS, "complex_arithmetic")}),
+        begun_by_a_reset("run 4", 10, {"shaping.stopping": "non_termination"}),
+        begun_by_a_reset("run 5", 10),
+        begun_by_a_reset("run 6", 10, {"rollout.samples_per_prompt": 16}),
+        begun_by_a_reset("run 7", 10),
+        begun_by_a_reset("run 8", 10, {"rollout.samples_per_prompt": 8, "rollout.max_response_tokens": 96, "batch.row_tokens": 120}),
     )
     c.steps = sum(row["steps"] for row in c.stages)
     return c

@@ -242,6 +242,15 @@ def taking(after: bool) -> Callable[[Kill], None]:
 POINTS.update(command_taken=taking(after=False), command_removed=taking(after=True))
 
 
+def stage(kill: Kill) -> None:
+    """Right after a stage began: its event is written, its reset and its first step are not there."""
+    wrap(train, "begin_stage", after=lambda *_: kill())
+
+
+# Reached only by a run that has stages.
+POINTS.update(stage=stage)
+
+
 def main(argv: list[str]) -> int:
     """Exit status of launch/train.py, if it lives to have one."""
     point, separator, *arguments = argv

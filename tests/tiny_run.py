@@ -44,13 +44,13 @@ def get_config(recipe: str = "") -> ConfigDict:
 
 # A mix, then more samples until the plateau (which these bounds find as soon as two validations are there), then longer answers until told.
 STAGES = (
-    base.stage("one task", 2, {"data.mix": ("chain_sum",), "optimizer.learning_rate": 2e-3}),
+    base.stage("one task", 1, {"data.mix": ("chain_sum",), "optimizer.learning_rate": 2e-3}),
     base.stage(
         "both", 5, {"data.mix": (), "rollout.samples_per_prompt": 8}, reset_reference=True, reset_optimizer="all", end="plateau",
         patience=1, min_change=1.0,
     ),
     base.stage(
-        "longer", 5, {"rollout.samples_per_prompt": 4, "rollout.max_response_tokens": 60, "shaping.stopping": "non_termination"},
+        "longer", 5, {"rollout.samples_per_prompt": 4, "rollout.max_response_tokens": 60, "batch.updates": 1},
         reset_reference=True, end="manual",
     ),
 )  # fmt: skip

@@ -233,8 +233,9 @@ def record(training: Training, done: Step | None, state: TrainState, run: RunSta
     if stage and ending:
         told = {"trigger": ending.trigger, "reason": ending.reason, "signals": ending.reads, "statistics": ending.statistics}
         training.recorder.event(done.number, "stage_end", number=run.stage + 1, name=stage.name, steps=run.step - run.stage_step, **told)
-    reset_boundary = training.watch.control.due(run.step) is not None or (ending is not None and not over)
-    due = over or reset_boundary or run.step % training.config.checkpoint.every_steps == 0 or bool(alarms)
+    following = training.settings[run.stage + 1].stage if ending and not over else None
+    reset_boundary = training.watch.control.due(run.step) is not None or (following is not None and following.resets)
+    due = over or bool(ending) or reset_boundary or run.step % training.config.checkpoint.every_steps == 0 or bool(alarms)
     if due:  # one that a signal asked for is no event: the log of the uninterrupted run has none there
         training.recorder.event(done.number, "checkpoint", checkpoint_step=run.step)
     if due or leaving:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,17 @@ def wrap(owner: Any, name: str, before: Callable[..., None] | None = None, after
 
 
 def wrap_compiled(training: Any, name: str, kill: Kill) -> None:
-    """Kills after an executable of the loop was dispatched."""
-    original = getattr(training.setting.compiled, name)
+    """Kills after an executable of the loop was dispatched, in whichever stage."""
 
-    def wrapped(*args: Any) -> Any:
+    def wrapped(original: Callable[..., Any], *args: Any) -> Any:
         result = original(*args)
         kill()
         return result
 
-    compiled = dataclasses.replace(training.setting.compiled, **{name: wrapped})
-    training.setting = dataclasses.replace(training.setting, compiled=compiled)
+    for number, setting in training.settings.items():
+        compiled = dataclasses.replace(setting.compiled, **{name: partial(wrapped, getattr(setting.compiled, name))})
+        training.settings[number] = dataclasses.replace(setting, compiled=compiled)
+    training.setting = training.settings[training.run.stage]
 
 
 def watch_loop(kill: Kill, prepare: Callable[[Any], None] = lambda training: None) -> None:

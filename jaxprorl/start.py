@@ -137,6 +137,7 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         host = read_host(folder.checkpoints, step)
         check_identity(config, host.identity, identity)
         state, run, offsets = restore_state(folder.checkpoints, step, abstract), host.run, host.offsets
+        check_stage(config, run)
         left = surplus.usable(surplus.decode(host.surplus, splits.train), configs[run.stage], run.policy_version)
         if len(left) < len(host.surplus):
             progress.note(f"WARNING: {len(host.surplus) - len(left)} surplus groups do not fit the changed config or data; discarded")
@@ -180,6 +181,15 @@ def check_items(config: ConfigDict, items: Items) -> None:
     unknown = sorted(set(config.filtering.rules) - set(domains))
     if unknown:
         raise ConfigError(f"filtering.rules.{unknown[0]}: the data has no such domain, only {', '.join(domains)}")
+
+
+def check_stage(config: ConfigDict, run: RunState) -> None:
+    """Refuses a recipe (accepted changes included) that no longer has the stage which the run is in."""
+    if run.stage >= max(1, len(config.stages)) or (run.stages_ended and not config.stages):
+        raise ConfigError(
+            f"stages: {len(config.stages)} are named, and the run is in number {run.stage + 1} ({run.stages_ended} have ended); stages "
+            "may be added or changed before they begin, not taken away"
+        )
 
 
 def check_nothing_was_saved(folder: RunFolder) -> None:

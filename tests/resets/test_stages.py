@@ -111,8 +111,9 @@ def test_through_json_and_back() -> None:
 
 # --- boundaries ------------------------------------------------------------------------------------------------------------------------
 
-CONFIG = tiny_config(resets__every_steps=4, alarms__kl_spike={"action": "log"}, alarms__mismatch_trend={"action": "log"})
+CONFIG = tiny_config(resets__every_steps=4)
 CONFIG.resets.kl_spike.on = CONFIG.resets.entropy_collapse.on = True
+CONFIG.alarms.kl_spike.action = CONFIG.alarms.mismatch_trend.action = "log"
 RULES = make_controller(CONFIG)
 REMEMBERED = {"kl_spike": (0.1,), "entropy_collapse": (1.0,)}
 

@@ -3,7 +3,28 @@
 Each value here is a default that is small enough to run anywhere; `quickstart.py` is the worked example.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from ml_collections import ConfigDict
+
+
+def stage(
+    name: str,
+    steps: int,  # it ends after so many; with another `end`, at the latest
+    changes: Mapping[str, Any] | None = None,  # dotted field -> its value from this stage on
+    reset_reference: bool = False,  # at its start the reference becomes the policy
+    reset_optimizer: str = "none",  # and what of the optimizer starts afresh, as in resets.optimizer
+    end: str = "steps",  # "steps", "plateau" (validation is flat, or falls; not if resets.blind) or "manual" (launch/reset.py --next-stage)
+    patience: int = 3,  # of "plateau": validations in each of the two blocks that are compared
+    min_change: float = 0.05,  # solve rate: a plateau is when the whole interval of the gain lies below this
+    confidence: float = 0.95,  # of that interval
+) -> dict[str, Any]:
+    """One of `stages`, in order (docs/stages.md)."""
+    return {
+        "name": name, "steps": steps, "changes": dict(changes or {}), "reset_reference": reset_reference,
+        "reset_optimizer": reset_optimizer, "end": end, "patience": patience, "min_change": min_change, "confidence": confidence,
+    }  # fmt: skip
 
 
 def get_config() -> ConfigDict:
@@ -13,7 +34,8 @@ def get_config() -> ConfigDict:
     c.runs_dir = "runs"  # folder of all runs
     c.cache_dir = ".cache"  # compiled executables and warm-start models, shared by runs; safe to delete
     c.seed = 0  # warm start, prompt order and sampling; the data has seeds of its own
-    c.steps = 100  # RL length: one step = one rollout batch and its `batch.updates` optimizer updates
+    c.steps = 100  # RL length at most: one step = one rollout batch and its `batch.updates` updates; also over when its last stage ends
+    c.stages = ()  # what changes on the way, in order, each made by `stage` above (docs/stages.md); () = the whole run is one
     c.on_existing = "resume"  # run folder exists already: "resume" = go on from its last checkpoint; "replace" = move it aside, start over
     c.profile_steps = ()  # steps whose jax.profiler traces go to RUN/profiles; such a step waits for its own update. () = none
 
@@ -50,6 +72,7 @@ def get_config() -> ConfigDict:
     c.data.train_seed = 1_000_000  # first seed of each split; item i of a split uses seed + i
     c.data.validation_seed = 3_000_000  # as above; the ranges must not meet, which is checked
     c.data.held_out_seed = 5_000_000  # as above
+    c.data.mix = ()  # domains (jaxprorl/data/domains.py) and tasks that training draws from; () = all. Evaluation always takes all
     c.data.system_prompt = ""  # system message of the chat template; empty = none
 
     # Supervised warm start: the base model of runs without `model.path` (see jaxprorl/warmstart).

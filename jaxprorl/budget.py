@@ -1,4 +1,7 @@
-"""When a run is over: after its steps, or at the first step boundary at which a budget is used up, so that runs can be matched by it."""
+"""When a run is over: after its steps, with its last stage, or at the first step boundary at which a budget is used up.
+
+Runs can be matched by a budget.
+"""
 
 from ml_collections import ConfigDict
 
@@ -15,6 +18,7 @@ def is_over(config: ConfigDict, run: RunState) -> bool:
     budget, used = config.budget, spent(run)
     return (
         run.step >= config.steps
+        or 0 < len(config.stages) <= run.stages_ended
         or 0 < budget.completion_tokens <= used["completion_tokens"]
         or 0 < budget.updates <= used["updates"]
         or 0 < budget.prompts <= used["prompts"]

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict, config_flags
 from jaxprorl.data import reasoning_gym
 from jaxprorl.errors import ConfigError, DataError, RewardError
 from jaxprorl.models.compute import ATTENTION, REMAT
+from jaxprorl.recipe import OPTIMIZER_RESETS, check_mixes, check_stages, stage_configs, stages
 from jaxprorl.rewards import puzzles, registry
 from jaxprorl.sharding.strategies import AXES, BATCH_AXES, STRATEGIES, mesh_sizes
 
@@ -63,11 +64,20 @@ def validate(config: ConfigDict) -> None:
     """Checks values and combinations.
 
     Raises:
-        ConfigError: the first field that cannot work.
+        ConfigError: the first field that cannot work, and the stage that has it.
     """
-    # Quick ones first.
-    for check in (_check_numbers, _check_choices, _check_objective, check_resets, _check_shapes, _check_rewards, _check_tasks):
+    check_stages(config)
+    check_mixes(config)
+    # Quick ones first; the last three look at what no stage may change.
+    of_a_stage = (_check_numbers, _check_choices, _check_objective, check_resets, _check_shapes)
+    for check in (*of_a_stage, _check_warm_start, _check_rewards, _check_tasks):
         check(config)
+    for stage, stage_config in zip(stages(config), stage_configs(config), strict=False):
+        try:
+            for check in of_a_stage:
+                check(stage_config)
+        except ConfigError as error:
+            raise ConfigError(f"stages: in stage {stage.name!r}, {error}") from None
 
 
 def to_json(config: ConfigDict) -> str:
@@ -81,8 +91,19 @@ def differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> Itera
         left, right = a.get(name), b.get(name)
         if isinstance(left, dict) and isinstance(right, dict):
             yield from differences(left, right, f"{prefix}{name}.")
+        elif _has_rows(left) and _has_rows(right):
+            yield from differences(_numbered(left), _numbered(right), f"{prefix}{name}.")
         elif left != right:
             yield f"{prefix}{name}", left, right
+
+
+def _has_rows(value: Any) -> bool:
+    """True for a list of dicts, like `stages`."""
+    return isinstance(value, list | tuple) and any(isinstance(row, dict) for row in value)
+
+
+def _numbered(rows: Any) -> dict[str, Any]:
+    return {str(number): row for number, row in enumerate(rows)}
 
 
 def _require(ok: bool, field: str, value: Any, remedy: str) -> None:
@@ -148,7 +169,7 @@ CHOICES = {
     "filtering.rule": ("spread", "accuracy", "off"),
     "shaping.stopping": ("off", "overlong", "non_termination", "stop_properly"),
     "optimizer.schedule": ("constant", "cosine"),
-    "resets.optimizer": ("all", "moments_and_bias", "moments", "none"),
+    "resets.optimizer": OPTIMIZER_RESETS,
     "resets.kl_spike.metric": KL_GAUGES,
     "alarms.kl_spike.metric": KL_GAUGES,
     **{f"alarms.{name}.action": ("off", "log", "reset", "pause", "stop") for name in ALARMS},
@@ -317,6 +338,26 @@ def _check_tasks(config: ConfigDict) -> None:
             raise ConfigError(f"data.tasks.{task}: {error}") from None
 
 
+def _row_devices(config: ConfigDict) -> int:
+    """Devices that share the rows of a batch, of those that a CPU run has."""
+    mesh = config.mesh
+    sizes = {axis: max(1, mesh[axis]) for axis in AXES}
+    rest = max(1, mesh.cpu_devices // math.prod(sizes.values()))
+    return sizes["data"] * sizes["fsdp"] * (rest if STRATEGIES[mesh.strategy].fills in BATCH_AXES else 1)
+
+
+def _check_warm_start(config: ConfigDict) -> None:
+    if config.model.path:
+        return
+    context, row_tokens = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens, config.warmstart.row_tokens
+    _require(
+        row_tokens >= context, "warmstart.row_tokens", row_tokens,
+        f"a row must hold the longest demonstration, rollout.max_prompt_tokens + rollout.max_response_tokens = {context}",
+    )  # fmt: skip
+    devices, rows = _row_devices(config), config.warmstart.rows
+    _require(rows % devices == 0, "warmstart.rows", rows, f"must divide by the {devices} devices that share the rows")
+
+
 def _check_shapes(config: ConfigDict) -> None:
     rollout, batch, model, mesh = config.rollout, config.batch, config.model, config.mesh
     sizes = {axis: max(1, mesh[axis]) for axis in AXES}
@@ -324,8 +365,7 @@ def _check_shapes(config: ConfigDict) -> None:
         mesh_sizes(mesh.strategy, sizes, math.prod(sizes.values()))  # how many devices there are is known only at start
     except ValueError as error:
         raise ConfigError(f"mesh.{error}") from None
-    rest = max(1, mesh.cpu_devices // math.prod(sizes.values()))
-    devices = sizes["data"] * sizes["fsdp"] * (rest if STRATEGIES[mesh.strategy].fills in BATCH_AXES else 1)  # they share the rows
+    devices = _row_devices(config)
     context = rollout.max_prompt_tokens + rollout.max_response_tokens
     together = f"rollout.max_prompt_tokens + rollout.max_response_tokens = {context}"
     _require(batch.row_tokens >= context, "batch.row_tokens", batch.row_tokens, f"a row must hold the longest sequence, {together}")
@@ -337,10 +377,6 @@ def _check_shapes(config: ConfigDict) -> None:
         _require(model.head_dim % 2 == 0, "model.head_dim", model.head_dim, "rotary embeddings need an even width")
         heads, groups = model.num_attention_heads, model.num_key_value_heads
         _require(heads % groups == 0, "model.num_key_value_heads", groups, f"must divide model.num_attention_heads = {heads}")
-        context_rows = config.warmstart.row_tokens
-        _require(context_rows >= context, "warmstart.row_tokens", context_rows, f"a row must hold the longest demonstration, {together}")
-        rows = config.warmstart.rows
-        _require(rows % devices == 0, "warmstart.rows", rows, f"must divide by the {devices} devices that share the rows")
     _require(
         rollout.slots % devices == 0, "rollout.slots", rollout.slots,
         f"must divide by the {devices} devices that share rows, e.g. {-(-rollout.slots // devices) * devices}",

@@ -41,6 +41,10 @@ class RunState:
         rollout_s: seconds of those spent in rollouts (reported only).
         cap_steps: steps in a row, up to the last, whose batch was not full.
         skipped_in_a_row: updates in a row, up to the last, that were skipped: gradient or change not finite.
+        stage: number of the stage under way, from 0.
+        stage_step: its first step.
+        stage_prompts: `prompts_consumed` when it began; its order of prompts starts there.
+        stages_ended: their number.
     """
 
     step: int = 0
@@ -55,6 +59,10 @@ class RunState:
     rollout_s: float = 0.0
     cap_steps: int = 0
     skipped_in_a_row: int = 0
+    stage: int = 0
+    stage_step: int = 0
+    stage_prompts: int = 0
+    stages_ended: int = 0
 
 
 def state_shardings(config: ConfigDict, model_config: Qwen2Config, mesh: Mesh) -> TrainState:

@@ -8,6 +8,7 @@ import pytest
 import tiny_run
 from factories import tiny_config
 
+from configs.base import stage
 from jaxprorl import commit
 from jaxprorl.budget import is_over, spent
 from jaxprorl.state import RunState
@@ -33,6 +34,12 @@ def test_a_run_is_over_once_a_budget_is_reached(kind: str) -> None:
 
 def test_the_first_of_several_budgets_decides() -> None:
     assert is_over(tiny_config(steps=100, budget__completion_tokens=10**9, budget__prompts=40), RUN)
+
+
+def test_a_run_is_over_with_its_last_stage_also_when_it_was_given_one_more() -> None:
+    rows = tuple(stage(name, 9) for name in ("one", "two", "three"))
+    over = [is_over(tiny_config(steps=100, stages=rows[:count]), RunState(step=3, stages_ended=2)) for count in (0, 1, 2, 3)]
+    assert over == [False, True, True, False]
 
 
 def cumulative(run: Path) -> list[int]:

@@ -29,6 +29,8 @@ def load(*overrides: str, file: str = QUICKSTART) -> ConfigDict:
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("[!_]*.py")), ids=lambda path: path.stem)
 def test_shipped_configs_are_valid(file: Path, tmp_path: Path) -> None:
+    if file.stem == "prorl_1p5b":  # refused while domains are missing: test_recipe.py
+        return
     if file.stem in ("prorl_v1", "prorl_v2"):  # the model's folder is the user's
         with pytest.raises(ConfigError, match=r"model\.path = 'models/DeepSeek-R1-Distill-Qwen-1\.5B': no such folder"):
             load(file=str(file))

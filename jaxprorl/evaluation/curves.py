@@ -109,8 +109,15 @@ def svg_element(figure: Figure, salt: str, label: str) -> str:
     return text.replace("<svg", f'<svg role="img" aria-label="{safe}"', 1)
 
 
-def curve_svg(curve: Curve, rows: Sequence[Mapping[str, Any]], resets: Sequence[int]) -> str | None:
-    """The curve over the metric rows with a dashed line after each step in `resets`; None when no row has its metrics."""
+def curve_svg(
+    curve: Curve, rows: Sequence[Mapping[str, Any]], resets: Sequence[int], stages: Mapping[int, int] | None = None
+) -> str | None:
+    """The curve over the metric rows; None when no row has its metrics.
+
+    Args:
+        resets: steps right before which there is a dashed line.
+        stages: first step -> number; a grey line right before the first step, with the number, for all but the one that begins at step 0.
+    """
     drawn = [
         (label, [(row["step"], row[metric]) for row in rows if metric in row])
         for metric, label in curve.series
@@ -133,6 +140,11 @@ def curve_svg(curve: Curve, rows: Sequence[Mapping[str, Any]], resets: Sequence[
             words.append(f"{label} from {values[0]:.4g} to {values[-1]:.4g}")
         for index, step in enumerate(resets):
             axes.axvline(step, color=MARK, linewidth=1.1, linestyle=(0, (4, 3)), label="reset" if index == 0 else None, gid=f"reset-{step}")
+        for step, number in (stages or {}).items():
+            if step:
+                axes.axvline(step - 0.5, color=BEFORE, linewidth=1.0, zorder=0, gid=f"stage-{number}")
+            top = axes.get_xaxis_transform()
+            axes.text(step - 0.5 if step else 0, 1.0, f" {number}", transform=top, va="top", fontsize=8, color="#52606d")
         if curve.log:
             axes.set_yscale("symlog", linthresh=1e-2)
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -146,6 +158,7 @@ def curve_svg(curve: Curve, rows: Sequence[Mapping[str, Any]], resets: Sequence[
         axes.set_ylabel(curve.unit)
         figure.legend(loc="outside upper left", ncols=4, fontsize=9, handlelength=1.8, columnspacing=1.4)
         marks = f"; resets after step {', '.join(map(str, resets))}" if resets else ""
+        marks += "".join(f"; stage {number} from step {step}" for step, number in (stages or {}).items())
         return svg_element(figure, curve.title, f"{curve.title} over steps: {', '.join(words)}{marks}")
 
 

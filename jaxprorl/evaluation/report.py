@@ -20,7 +20,8 @@ from jaxprorl.monitoring.samples import read_samples
 
 # Others are only counted.
 _LISTED = (
-    "run_start", "warm_start", "resume", "reset", "reset_effect", "alarm", "interrupted", "evaluation", "grader_errors", "run_end",
+    "run_start", "warm_start", "resume", "stage", "stage_end", "reset", "reset_effect", "alarm", "interrupted", "evaluation",
+    "grader_errors", "run_end",
 )  # fmt: skip
 _SAMPLES_SHOWN = 4  # per step, one per task first
 
@@ -100,18 +101,44 @@ def _explanation(warm_start: Mapping[str, Any] | None, total: GainRow | None) ->
     return "".join(parts) + facts((name, value) for name, value in warm_start.items() if name != "explanation")
 
 
-def _curves(rows: Sequence[Mapping[str, Any]], resets: Sequence[int]) -> str:
+def _curves(rows: Sequence[Mapping[str, Any]], resets: Sequence[int], stages: Mapping[int, int]) -> str:
     figures = []
     for curve in CURVES:
-        svg = curve_svg(curve, rows, resets)
+        svg = curve_svg(curve, rows, resets, stages)
         if svg:
             smooth = " Thin: per step; thick: mean of the last five." if curve.smooth else ""
             note = f"<figcaption>{escape(curve.note + smooth)}</figcaption>"
             figures.append(f"<figure><h3>{escape(curve.title)}</h3>{svg}{note}</figure>")
     if not figures:
         return "<p>No metrics were recorded.</p>"
-    said = '<p class="soft">The <span class="mark">dashed lines</span> mark resets.</p>' if resets else ""
-    return said + f'<div class="grid">{"".join(figures)}</div>'
+    said = ['The <span class="mark">dashed lines</span> mark resets.'] if resets else []
+    said += ["Grey lines part the stages, whose numbers stand beside them."] if stages else []
+    return (f'<p class="soft">{" ".join(said)}</p>' if said else "") + f'<div class="grid">{"".join(figures)}</div>'
+
+
+def _stages(rows: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> str:
+    """What each stage changed, how it ended and where it left validation; empty without stages."""
+    ends = {event["number"]: event for event in events if event["kind"] == "stage_end"}
+    resets = {event["step"]: event["reason"] for event in events if event["kind"] == "reset"}
+    cells = []
+    for begun in (event for event in events if event["kind"] == "stage"):
+        steps = [row for row in rows if row.get("stage") == begun["number"]]
+        rates = [row["validation.solve_rate"] for row in steps if "validation.solve_rate" in row]
+        cells.append(
+            [
+                str(begun["number"]),
+                escape(begun["name"]),
+                f"{steps[0]['step']} to {steps[-1]['step']}" if steps else "",
+                "; ".join(f"{escape(field)} = {text(value)}" for field, value in begun["changes"].items()) or "nothing",
+                "yes" if resets.get(begun["step"]) == f"stage {begun['name']}" else "no",
+                escape(ends[begun["number"]]["reason"]) if begun["number"] in ends else "with the run",
+                f"{100 * rates[-1]:.1f}" if rates else "",
+            ]
+        )
+    if not cells:
+        return ""
+    head = ("", "stage", "steps", "changes", "reset at its start", "ended", "last validation, % solved")
+    return "<h2>Stages</h2>" + table(head, cells, frozenset({1, 3, 5}))
 
 
 def _events(events: Sequence[Mapping[str, Any]]) -> str:
@@ -196,7 +223,9 @@ def render(run_dir: str | os.PathLike[str]) -> str:
     if summary:
         body.append(f"<h2>Before and after, per task</h2>{_gain_table(gains)}<figure>{gains_svg(gains)}</figure>")
     body.append(f"<h2>What was demonstrated, and what kind of gain this is</h2>{_explanation(warm_start, total)}")
-    body.append(f"<h2>The run, step by step</h2>{_curves(rows, resets)}")
+    body.append(_stages(rows, events))
+    stages = {event["step"]: event["number"] for event in events if event["kind"] == "stage"}
+    body.append(f"<h2>The run, step by step</h2>{_curves(rows, resets, stages)}")
     body.append(f"<h2>What the run decided</h2>{_events(events)}")
     body.append(_samples(run / "samples"))
     known = [

@@ -25,10 +25,20 @@ EVENTS: dict[str, tuple[str, str]] = {
         "name, shapes?, time_s?, memory_bytes? {argument, output, alias (shared by these), temp: the compiler's estimate per device}",
     ),
     "evaluation": ("held-out split graded", "when (before or after), temperature, solve_rate, mean_score, per_task?"),
+    "stage": (
+        "a stage begins, right before this step",
+        "number (from 1), name, reason (how the one before ended), changes {field: value}, surplus_dropped (groups that do not fit it), "
+        "tokens_wasted (theirs)",
+    ),
+    "stage_end": (
+        "a stage has ended with this step",
+        "number, name, steps, trigger (steps, plateau or manual), reason, signals (what it read: step, validation, person), "
+        "statistics {name: value}",
+    ),
     "reset": (
         "reference, optimizer or both reset, right before this step",
         "reference (bool: it became the policy), optimizer (what of it, docs/resets.md), reason, trigger, "
-        "statistics {name: value}, signals (what the trigger read: step, "
+        "(stage = it comes with a stage), statistics {name: value}, signals (what the trigger read: step, "
         "training, validation, person), blind (bool: no trigger of the run can see validation), also (other triggers that fired), "
         "before {metric: value in the step before}",
     ),
@@ -45,7 +55,7 @@ EVENTS: dict[str, tuple[str, str]] = {
     "interrupted": ("a signal stopped the run after this step", "signal"),
     "device_memory": ("peak since this process began, where the platform tells", "peak_bytes [per device]"),
     "run_end": (
-        "all steps done, or a budget used up",
+        "all steps or stages done, or a budget used up",
         "steps, resets, spent {completion_tokens (of validations too), updates (skipped ones too), prompts}",
     ),
 }

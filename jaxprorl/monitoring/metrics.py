@@ -79,6 +79,7 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "correction.mean": ("1", "mean weight of the engine correction; 1 = none"),
     "correction.masked_share": ("share", "tokens that it takes out of the loss"),
+    "stage": ("number", "of the stage, from 1; only in runs that have stages"),
     "policy.version": ("version", "weights that the step's rollouts came from"),
     "reference.age_steps": ("steps", "since the reference was last set to the policy"),
     "validation.solve_rate": ("share", "validation items solved; only in the lines of steps with a validation"),

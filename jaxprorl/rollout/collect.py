@@ -70,10 +70,11 @@ class Rollout:
         step: int,
         surplus: Sequence[Group] = (),
         policy_version: int = 0,
+        stage: int = 0,
     ):
-        """`surplus` is that of the last step, `policy_version` the engine's."""
+        """`position` is that in the order of `stage`; `surplus` is that of the last step, `policy_version` the engine's."""
         self._config, self._engine, self._graders, self._prompts = config, engine, graders, prompts
-        self._version = policy_version
+        self._version, self._stage = policy_version, stage
         self._sampling = Sampling(config.rollout.samples_per_prompt, config.rollout.temperature, config.seed, step)
         self._batch = RolloutBatch(first_position=position)
         self._seen = {group.prompt.prompt_id for group in surplus}  # ids of the prompts in this step
@@ -90,7 +91,7 @@ class Rollout:
         drawn: list[Prompt] = []
         while len(drawn) < count and len(self._seen) < len(self._prompts):
             position = batch.first_position + batch.positions
-            prompt = self._prompts[prompt_index(self._config.seed, position, len(self._prompts))]
+            prompt = self._prompts[prompt_index(self._config.seed, position, len(self._prompts), self._stage)]
             batch.positions += 1
             if prompt.prompt_id not in self._seen:
                 self._seen.add(prompt.prompt_id)

@@ -120,6 +120,13 @@ def test_refilling_stops_at_the_cap_and_the_batch_is_what_there_is() -> None:
     assert nothing.trained == [] and len(nothing.groups) == 7
 
 
+def test_a_stage_draws_in_its_own_order_from_its_own_start() -> None:
+    config = tiny_config()
+    prompts, graders = tuple(make_prompt(i) for i in range(20)), FakeGraders(set(range(20)), frozenset())  # type: ignore[arg-type]
+    batch = Rollout(config, FakeEngine(), graders, prompts, 3, 7, stage=2).finish()  # type: ignore[arg-type]
+    assert ids(batch.groups) == [prompt_index(config.seed, position, 20, 2) for position in range(3, 7)]
+
+
 def test_a_factor_of_1_never_refills() -> None:
     batch = roll_out(tiny_config(batch__max_drawn_factor=1.0), set())
     assert (len(batch.groups), batch.refills) == (4, [])

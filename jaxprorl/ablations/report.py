@@ -44,7 +44,7 @@ def headline(result: Result) -> str:
         return f"{ended}; median step: {', '.join(f'{cost.arm} {cost.step_s[1]:.3g} s' for cost in ranked) or 'none'}."
     clear = [found for found in result.comparisons if found.verdict in ("better", "worse")]
     told = ", ".join(f"{found.arm} {found.verdict} than {found.control} ({found.mean:+.4g})" for found in clear)
-    return f"{ended}; {told or 'no two arms are distinguishable'} ({plan.metric}, {len(result.comparisons)} comparisons)."
+    return f"{ended}; {told or 'no two arms are distinguishable'} ({plan.metric}, comparisons: {len(result.comparisons)})."
 
 
 def text(result: Result) -> str:
@@ -55,7 +55,7 @@ def text(result: Result) -> str:
     for found in result.agreements:
         largest = "no step to compare" if found.largest is None else f"largest loss difference {found.largest:.3g}"
         lines.append(f"seed {found.seed}: {largest} over the {found.steps} steps with the same samples ({', '.join(found.arms)})")
-    lines += [f"FAILED {failure.run.name}: {failure.line}" for failure in result.failures]
+    lines += [f"{failure.state.upper()} {failure.run.name}: {failure.line}" for failure in result.failures]
     lines += [f"excluded: {lost}" for lost in lost_pairs(result)] if result.plan.question == "outcome" else []
     return "\n".join(lines)
 

@@ -24,10 +24,11 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Failure:
-    """A run without a result."""
+    """A run without a result; `state` is "failed" or "not run"."""
 
     run: Run
     line: str
+    state: str = "failed"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def conclude(plan: Plan, home: Home, changes: list[dict[str, Any]]) -> Result:
         if outcome and outcome.done:
             records.append(read_record(run, home.runs / run.name))
         else:
-            failures.append(Failure(run, outcome.line if outcome else "not run yet"))
+            failures.append(Failure(run, outcome.line) if outcome else Failure(run, "not run yet", "not run"))
     check(plan, home, records)
     comparisons: list[Comparison] = []
     if plan.question == "outcome":
@@ -79,7 +80,13 @@ def rows(result: Result) -> list[dict[str, Any]]:
     """One row of `runs.csv` per planned run; what a run without a result does not have is empty."""
     done = {record.run: _row(result.plan, record) for record in result.records}
     failed = {
-        failure.run: {"run": failure.run.name, "arm": failure.run.arm, "seed": failure.run.seed, "state": "failed", "error": failure.line}
+        failure.run: {
+            "run": failure.run.name,
+            "arm": failure.run.arm,
+            "seed": failure.run.seed,
+            "state": failure.state,
+            "error": failure.line,
+        }
         for failure in result.failures
     }
     found: Mapping[Run, dict[str, Any]] = done | failed

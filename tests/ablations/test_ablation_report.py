@@ -51,7 +51,7 @@ BROKEN = [Failure(Run("broken", seed), "no <b>heads</b>") for seed in range(3)]
 
 def test_what_is_better_is_said() -> None:
     found = result([0.2, 0.21, 0.19], BROKEN)
-    assert headline(found) == "6 of 9 runs finished; often better than never (+0.2) (held_out.mean_score, 2 comparisons)."
+    assert headline(found) == "6 of 9 runs finished; often better than never (+0.2) (held_out.mean_score, comparisons: 2)."
     assert '<span class="good">better</span>' in render(found)
 
 

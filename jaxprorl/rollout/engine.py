@@ -1,6 +1,6 @@
 """What a rollout engine is: weights in, prompts in, completions out one by one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,11 +27,21 @@ class Sampling:
 class Engine(Protocol):
     """Generates completions with the weights of the last swap."""
 
-    def set_weights(self, params: Any, version: int) -> None:
-        """Swaps the policy. Not while a `generate` iterator is unfinished."""
+    def compile(self, params: Any, samples: Sequence[int]) -> None:
+        """Compiles everything that the loop will call, for these group sizes. `params` may be shapes with shardings."""
+
+    def set_weights(self, params: Any, version: int) -> Mapping[str, float]:
+        """Swaps the policy. Not while a `generate` iterator is unfinished, unless the engine says otherwise.
+
+        Returns:
+            What the swap took, for the event log; names of seconds start with `time_`.
+        """
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Completion]:
         """Starts at once and yields every completion as it ends, in no particular order.
 
         The first decode steps are dispatched before the iterator is first advanced.
         """
+
+    def close(self) -> None:
+        """Frees what the engine holds beside memory of this process."""

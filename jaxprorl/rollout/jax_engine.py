@@ -60,9 +60,10 @@ class JaxEngine:
         )
         self._decode = decode.lower(params, slots, shape(sharding=whole, dtype=jnp.float32)).compile()
 
-    def set_weights(self, params: Params, version: int) -> None:
+    def set_weights(self, params: Params, version: int) -> dict[str, float]:
         """Swaps the policy; the arrays are shared, not copied."""
         self._params, self._version = params, version
+        return {}
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Completion]:
         """See `Engine.generate`. Prompts beyond the slots wait for the next round."""
@@ -115,6 +116,9 @@ class JaxEngine:
                         finish_reason="stop" if tokens_BT[row, size - 1] in self.stop_ids else "length",
                         version_spans=((self._version, 0, size),),
                     )
+
+    def close(self) -> None:
+        """Nothing to free."""
 
 
 def slot_shardings(mesh: Mesh) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Request:
     """To the worker: sample one completion.
 
     Attributes:
-        request: number that `Finished` and `Abort` refer to; attempt: how often this sample was asked for before.
+        request: number that `Finished` and `Aborted` refer to; attempt: how often this sample was asked for before.
         token_ids: of the prompt.
         temperature: 0 = greedy.
         seed: of this sample's draws.
@@ -53,31 +53,22 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Abort:
-    """To the worker: drop these requests; `Aborted` answers, none of them finishes after that."""
+class Go:
+    """To the worker: begin with the requests sent so far. They then share engine steps in one way, however they trickle in."""
 
-    requests: Int64_R
+
+@dataclass(frozen=True)
+class Abort:
+    """To the worker: drop the requests that have not begun and, if `running` is 1, those that have; `Aborted` answers."""
+
+    running: int
 
 
 @dataclass(frozen=True)
 class Swap:
-    """To the worker: load this version from the weight segment, between two engine steps; `Swapped` answers."""
+    """To the worker, which has no requests then: load this version from the weight segment; `Swapped` answers."""
 
     version: int
-
-
-@dataclass(frozen=True)
-class Probe:
-    """To the worker: log-probs of given tokens under the present weights; `Probed` answers.
-
-    Attributes:
-        token_ids: sequences one after the other; lengths: their tokens.
-    """
-
-    probe: int
-    token_ids: Int32_T
-    lengths: Int64_R
-    temperature: float
 
 
 @dataclass(frozen=True)
@@ -131,25 +122,18 @@ class Finished:
 
 @dataclass(frozen=True)
 class Aborted:
-    """From the worker: these requests are gone, without a completion."""
+    """From the worker: these requests are gone, none of them finishes after this."""
 
     requests: Int64_R
 
 
 @dataclass(frozen=True)
 class Swapped:
-    """From the worker: this version is loaded and its caches are empty, after `seconds`."""
+    """From the worker: this version is loaded and its caches are empty, after `seconds`; `loaded_bytes` of tensors."""
 
     version: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class Probed:
-    """From the worker: log-prob of every token of a `Probe` given those before it in its sequence; 0 for each first one."""
-
-    probe: int
-    logprobs: Float32_T
+    loaded_bytes: int
 
 
 @dataclass(frozen=True)
@@ -159,15 +143,7 @@ class Failed:
     text: str
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """From the worker, now and then: numbers by name, `names` one per line."""
-
-    names: str
-    values: Float64_R
-
-
-Record = Request | Abort | Swap | Probe | Stop | Ready | Finished | Aborted | Swapped | Probed | Failed | Statistics
+Record = Request | Go | Abort | Swap | Stop | Ready | Finished | Aborted | Swapped | Failed
 KINDS: tuple[type[Any], ...] = typing.get_args(Record)
 
 

@@ -16,6 +16,7 @@ from jaxprorl.data import reasoning_gym
 from jaxprorl.errors import ConfigError, DataError, RewardError
 from jaxprorl.models.compute import ATTENTION, REMAT
 from jaxprorl.rewards import puzzles, registry
+from jaxprorl.rollout import preflight
 from jaxprorl.sharding.strategies import AXES, BATCH_AXES, STRATEGIES, mesh_sizes
 
 HINT = "every field, with its type and unit, is in configs/base.py"
@@ -66,7 +67,16 @@ def validate(config: ConfigDict) -> None:
         ConfigError: the first field that cannot work.
     """
     # Quick ones first.
-    for check in (_check_numbers, _check_choices, _check_objective, check_resets, _check_shapes, _check_rewards, _check_tasks):
+    for check in (
+        _check_numbers,
+        _check_choices,
+        _check_objective,
+        check_resets,
+        _check_shapes,
+        _check_engine,
+        _check_rewards,
+        _check_tasks,
+    ):
         check(config)
 
 
@@ -97,7 +107,9 @@ POSITIVE = (
     "warmstart.rows", "warmstart.row_tokens", "warmstart.learning_rate", "warmstart.skill_updates", "warmstart.max_skill_updates",
     "warmstart.gate_every_updates", "warmstart.gate_items_per_task", "warmstart.correction_updates", "warmstart.careless_learning_rate",
     "rollout.samples_per_prompt", "rollout.temperature", "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.slots",
-    "rollout.decode_chunk_tokens", "batch.prompts", "batch.refill_prompts", "batch.updates", "batch.row_tokens",
+    "rollout.decode_chunk_tokens", "rollout.vllm.workers", "rollout.vllm.threads", "rollout.vllm.block_tokens", "rollout.vllm.ring_mb",
+    *(f"rollout.vllm.deadlines.{name}_s" for name in ("start", "drain", "load", "probe", "beat", "answer")),
+    "batch.prompts", "batch.refill_prompts", "batch.updates", "batch.row_tokens",
     "batch.micro_batch_rows", "optimizer.learning_rate", "optimizer.eps", "optimizer.clip_norm",
     "optimizer.max_skipped_updates", "algorithm.correction_high", "shaping.cosine_on_steps", "shaping.buffer_tokens",
     "grading.workers", "grading.timeout_s", "validation.items_per_task", "evaluation.temperature", "checkpoint.every_steps",
@@ -110,7 +122,8 @@ NOT_NEGATIVE = (
     "warmstart.max_corrections",
     "algorithm.kl_coefficient", "algorithm.entropy_bonus", "algorithm.correction_low", "filtering.tolerance",
     "shaping.penalty", "shaping.cosine_weight",
-    "shaping.cosine_off_steps", "rollout.max_staleness", "optimizer.cosine_updates", "optimizer.warmup_updates", "optimizer.weight_decay",
+    "shaping.cosine_off_steps", "rollout.max_staleness", "rollout.vllm.cache_mb", "rollout.vllm.probe_tolerance_nats",
+    "rollout.vllm.max_restarts", "optimizer.cosine_updates", "optimizer.warmup_updates", "optimizer.weight_decay",
     "resets.every_steps", "resets.warmup_updates", "resets.cooldown_steps", "resets.max_resets", "resets.kl_spike.z",
     "resets.kl_spike.above",
     "resets.entropy_collapse.floor", "alarms.kl_spike.z", "alarms.kl_spike.above", "alarms.entropy_collapse.floor",
@@ -136,6 +149,9 @@ CHOICES = {
     "model.remat": REMAT,
     "checkpoint.on_damage": ("stop", "previous"),
     "mesh.strategy": tuple(STRATEGIES),
+    "rollout.engine": ("jax", "vllm"),
+    "rollout.vllm.dtype": ("float32", "bfloat16"),
+    "rollout.vllm.swap": ("drain", "abort"),
     "algorithm.advantage": ("grpo", "dr_grpo", "rloo", "reinforce_pp_trajectory", "reinforce_pp_token"),
     "algorithm.policy_loss": ("clipped", "gspo", "reinforce"),
     "algorithm.aggregation": ("token_mean", "sequence_mean", "dr_grpo"),
@@ -288,6 +304,13 @@ def check_resets(config: ConfigDict) -> None:
     )  # fmt: skip
     window = a.mismatch_trend.window
     _require(window >= 5, "alarms.mismatch_trend.window", window, "a trend needs 5 steps or more")
+
+
+def _check_engine(config: ConfigDict) -> None:
+    if config.rollout.engine == "vllm":
+        preflight.check_settings(config)
+        if not config.model.path:  # else start reads it from the folder
+            preflight.check_model(config, config.model.head_dim, config.model.max_position_embeddings)
 
 
 def _check_rewards(config: ConfigDict) -> None:

@@ -15,7 +15,7 @@ from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import Qwen2Config, build
 from jaxprorl.monitoring.recorder import Recorder
 from jaxprorl.resets.optimizer import reset
-from jaxprorl.rollout.jax_engine import JaxEngine
+from jaxprorl.rollout.engine import Engine
 from jaxprorl.sharding.mesh import moment_shardings, replicated
 from jaxprorl.state import TrainState
 from jaxprorl.update import Batch, Fixed, Metrics, make_log_probs, make_train_step
@@ -41,7 +41,7 @@ def compile_all(
     model_config: Qwen2Config,
     compute: Compute,
     mesh: Mesh,
-    engine: JaxEngine,
+    engine: Engine,
     recorder: Recorder,
     state: TrainState,
     shardings: TrainState,

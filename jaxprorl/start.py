@@ -34,8 +34,9 @@ from jaxprorl.monitoring.progress import Progress
 from jaxprorl.monitoring.recorder import NO_LINES, Recorder
 from jaxprorl.rewards import registry
 from jaxprorl.rewards.pool import GraderPool
-from jaxprorl.rollout import surplus
-from jaxprorl.rollout.jax_engine import JaxEngine
+from jaxprorl.rollout import preflight, surplus
+from jaxprorl.rollout.engine import Engine
+from jaxprorl.rollout.engines import make_engine
 from jaxprorl.run_folder import RunFolder, accepted
 from jaxprorl.sharding.mesh import make_mesh, set_cpu_devices
 from jaxprorl.state import RunState, TrainState, abstract_state, start_state, state_shardings
@@ -56,7 +57,7 @@ class Training:
     model_config: Qwen2Config
     compute: Compute
     splits: Splits
-    engine: JaxEngine
+    engine: Engine
     graders: GraderPool
     exam_graders: GraderPool
     checkpoints: Checkpoints
@@ -134,8 +135,8 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         left, watch = [], watching.Watch()
     tasks = {prompt.task for split in (splits.train, splits.validation, splits.held_out) for prompt in split}
     recorder = stack.enter_context(Recorder(config, folder, progress, tasks, domains, run.step, offsets))
-    engine = JaxEngine(config, model_config, mesh, tokenizer.stop_ids)
-    engine.set_weights(state.params, run.policy_version)
+    engine = make_engine(config, model_config, mesh, tokenizer.stop_ids, folder.path, progress.note)
+    stack.callback(engine.close)
     training = Training(
         config, folder, mesh, tokenizer, model_config, compute, splits, engine,
         graders=stack.enter_context(grader_pool(config, config.reward, folder)),
@@ -144,6 +145,7 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         surplus=left, rules=watching.make_rules(config), watch=watch, before={}, identity=identity,
         compiled=compile_all(config, model_config, compute, mesh, engine, recorder, state, shardings, fresh=not run.step),
     )  # fmt: skip
+    engine.set_weights(state.params, run.policy_version)
     if step is not None:
         recorder.event(run.step, "resume", checkpoint_step=run.step, metrics_offset=offsets["metrics"], events_offset=offsets["events"])
         progress.note(f"{folder.path}: going on from the checkpoint of step {run.step}")
@@ -250,6 +252,8 @@ def check_model(config: ConfigDict, model_config: Qwen2Config, tokenizer: Tokeni
             f"{model_config.max_position_embeddings} tokens (max_position_embeddings); lower one of them"
         )
     check_vocabulary(model_config, tokenizer)
+    if config.rollout.engine == "vllm":
+        preflight.check_model(config, model_config.head_dim, model_config.max_position_embeddings)
 
 
 def adopt_tokenizer(base: Path, folder: RunFolder) -> None:

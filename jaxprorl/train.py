@@ -100,10 +100,10 @@ def loop(training: Training, preemption: Preemption) -> None:
         advantage_PN = batch_advantages(config, batch.trained, step, kl_sum_PN)
         state, metrics = compiled.train_step(state, arrays, fixed, advantage_PN)
         run, left = advance(config, run, batch), batch.surplus
-        engine.set_weights(state.params, run.policy_version)
+        swap = engine.set_weights(state.params, run.policy_version)
 
         recorder.rollout(step, batch, advantage_PN, training.tokenizer)
-        recorder.event(step, "swap", policy_version=run.policy_version)
+        recorder.event(step, "swap", policy_version=run.policy_version, **swap)
         done = Step(step, batch, advantage_PN, metrics, validate_policy(training, step), dispatched_s)
         if preemption.requested:
             break

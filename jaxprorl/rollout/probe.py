@@ -16,20 +16,13 @@ from ml_collections import ConfigDict
 from jaxprorl.models.compute import Compute
 from jaxprorl.models.logprobs import token_log_probs
 from jaxprorl.models.qwen2 import Params, Qwen2Config, build
+from jaxprorl.rollout.preflight import BEYOND_BLOCK_TOKENS, PROMPTS, probe_tokens
 from jaxprorl.sharding.mesh import replicated
 from jaxprorl.types import Completion
 
-PROMPTS = 2
-RESPONSE_TOKENS = 8
-BEYOND_BLOCK_TOKENS = 5  # the first prompt is longer than a cache block by this, each next one by one more
 # Nats by the coarser of both sides' dtypes. float32 kernels differ by 1e-5 (docs/rollouts.md); logits of size 16 to 32 in bfloat16 are
 # 0.125 apart, and a few such steps lie between two implementations.
 TOLERANCE_NATS = {"float32": 1e-3, "bfloat16": 0.5}
-
-
-def probe_tokens(block_tokens: int) -> int:
-    """Context that the longest probe takes."""
-    return block_tokens + BEYOND_BLOCK_TOKENS + PROMPTS - 1 + RESPONSE_TOKENS
 
 
 def probe_prompts(vocab_size: int, block_tokens: int) -> list[np.ndarray]:

@@ -2,6 +2,7 @@
 
     STARTING -ready-> EMPTY -swap-> DRAINING -drained-> LOADING -loaded-> PROBING -agreed-> SERVING -swap-> DRAINING ...
 
+A swap may also come to a worker that is DRAINING or PROBING, one that was lost a moment ago: what it was being given is out of date.
 A worker that is lost, in any state, starts again and goes the whole way. One whose probe disagrees is no loss: the swap has failed.
 """
 
@@ -38,6 +39,8 @@ TRANSITIONS = {
     (Stage.STARTING, Event.READY): Stage.EMPTY,
     (Stage.EMPTY, Event.SWAP): Stage.DRAINING,
     (Stage.SERVING, Event.SWAP): Stage.DRAINING,
+    (Stage.DRAINING, Event.SWAP): Stage.DRAINING,
+    (Stage.PROBING, Event.SWAP): Stage.DRAINING,
     (Stage.DRAINING, Event.DRAINED): Stage.LOADING,
     (Stage.LOADING, Event.LOADED): Stage.PROBING,
     (Stage.PROBING, Event.AGREED): Stage.SERVING,

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -22,7 +21,8 @@ from jaxprorl.errors import EngineError
 from jaxprorl.models.qwen2 import Params, Qwen2Config
 from jaxprorl.rollout import segments
 from jaxprorl.rollout.engine import Sampling
-from jaxprorl.rollout.probe import RESPONSE_TOKENS, Probe, probe_tokens, tolerance_nats
+from jaxprorl.rollout.preflight import RESPONSE_TOKENS, probe_tokens
+from jaxprorl.rollout.probe import Probe, tolerance_nats
 from jaxprorl.rollout.records import Abort, Aborted, Failed, Finished, Go, Ready, Record, Request, Swap, Swapped
 from jaxprorl.rollout.swap import Event, Stage, WorkerState, advance, overdue
 from jaxprorl.rollout.weights import WeightChannel, channel_bytes
@@ -48,19 +48,20 @@ class Worker:
 
     Attributes:
         asked: by request number, in their order.
-        probed: answers to the probe's prompts, by sample number of their requests.
+        probing: number of each probe request without an answer -> index of its prompt; probed: answers, by that index.
         heard_s: when it last answered a request, or was given one while it had none.
     """
 
     process: WorkerProcess
     state: WorkerState
     asked: dict[int, Asked] = field(default_factory=dict)
+    probing: dict[int, int] = field(default_factory=dict)
     probed: dict[int, Completion] = field(default_factory=dict)
     heard_s: float = 0.0
 
     def busy(self) -> bool:
         """Whether the process has requests."""
-        return any(asked.sent for asked in self.asked.values())
+        return bool(self.probing) or any(asked.sent for asked in self.asked.values())
 
 
 class VllmEngine:
@@ -86,7 +87,7 @@ class VllmEngine:
         self._params: Params | None = None
         self._version = -1
         self._next_request = 0
-        self._restarts = 0
+        self._restarts = self._restarts_told = 0
         self._facts: dict[str, float] = {}
         for path in segments.reap(run_folder):
             note(f"removed {path}, left by a process of this run that was killed")
@@ -126,7 +127,7 @@ class VllmEngine:
 
         Returns:
             `time_swap_s`, from the call on (waiting for the update that makes `params` included), `time_load_s` of the slowest worker,
-            `bytes` per worker, `probe_nats`: the largest difference of log-probs.
+            `bytes` per worker, `probe_nats`: the largest difference of log-probs, `lost_workers` since the swap before.
 
         Raises:
             EngineError: a probe differs, or workers are lost too often.
@@ -136,10 +137,11 @@ class VllmEngine:
         self._params, self._version = params, version
         self._facts = {"bytes": self._channel.size_bytes, "time_load_s": 0.0, "probe_nats": 0.0}
         for worker in self._workers:
-            if worker.state.stage in (Stage.EMPTY, Stage.SERVING):
+            if worker.state.stage not in (Stage.STARTING, Stage.LOADING):  # these come to it by themselves
                 self._begin_swap(worker)
         self._until(lambda: all(w.state.stage is Stage.SERVING and w.state.version == version for w in self._workers))
-        return self._facts | {"time_swap_s": time.perf_counter() - started_s}
+        lost, self._restarts_told = self._restarts - self._restarts_told, self._restarts
+        return self._facts | {"lost_workers": lost, "time_swap_s": time.perf_counter() - started_s}
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Completion]:
         """See `Engine.generate`: the workers have everything when this returns."""
@@ -217,20 +219,27 @@ class VllmEngine:
                 worker.process.attached()
                 self._advance(worker, Event.READY)
             case Finished():
-                asked = worker.asked.get(record.request)
-                if asked is None and worker.state.stage is Stage.PROBING:
-                    self._take_probe(number, worker, record)
-                elif asked is not None and record.attempt == asked.request.attempt:
+                worker.heard_s = time.monotonic()
+                if record.request in worker.probing:
+                    worker.probed[worker.probing.pop(record.request)] = record.completion()
+                    if not worker.probing and worker.state.stage is Stage.PROBING:
+                        self._judge(number, worker)
+                else:
+                    worker.asked[record.request].answers.append(record.completion())
                     del worker.asked[record.request]
-                    worker.heard_s = time.monotonic()
-                    asked.answers.append(record.completion())
             case Aborted():
                 for request in record.requests.tolist():
-                    self._ask_again(worker.asked[request])
+                    if request in worker.asked:
+                        self._ask_again(worker.asked[request])
+                    else:
+                        del worker.probing[request]
             case Swapped():
                 self._facts["time_load_s"] = max(self._facts["time_load_s"], record.seconds)
                 self._advance(worker, Event.LOADED)
-                self._send_probe(worker)
+                if record.version == self._version:
+                    self._send_probe(worker)
+                else:  # it was given up for lost when the swap to the present version came
+                    self._begin_swap(worker)
             case Failed():
                 self._note(f"rollout worker {number}: {record.text.strip().splitlines()[-1]}")
             case _:
@@ -260,17 +269,16 @@ class VllmEngine:
         asked.sent = False
 
     def _send_probe(self, worker: Worker) -> None:
-        worker.probed = {}
+        worker.heard_s = time.monotonic()
         no_stop = np.zeros(0, np.int32)
         for index, token_ids in enumerate(self._probe.prompts):
-            worker.process.send(self._request(-1, index, token_ids, self._probe.temperature, index, RESPONSE_TOKENS, no_stop))
+            request = self._request(-1, index, token_ids, self._probe.temperature, index, RESPONSE_TOKENS, no_stop)
+            worker.probing[request.request] = index
+            worker.process.send(request)
         worker.process.send(Go())
 
-    def _take_probe(self, number: int, worker: Worker, record: Finished) -> None:
-        """An answer to the probe; with the last one the swap has succeeded or failed."""
-        worker.probed[record.sample] = record.completion()
-        if len(worker.probed) < len(self._probe.prompts):
-            return
+    def _judge(self, number: int, worker: Worker) -> None:
+        """All answers to the probe are there: the swap has succeeded or failed."""
         assert self._params is not None
         difference = self._probe.difference_nats(self._params, [worker.probed[i] for i in range(len(self._probe.prompts))])
         self._facts["probe_nats"] = max(self._facts["probe_nats"], difference)
@@ -292,7 +300,7 @@ class VllmEngine:
             if (age_s := worker.process.beat_age_s()) > d.beat_s:
                 return f"made no engine step for {age_s:.0f} s"
             if (age_s := now_s - worker.heard_s) > d.answer_s:
-                return f"finished none of its {len(worker.asked)} requests for {age_s:.0f} s"
+                return f"finished no request for {age_s:.0f} s"
         return ""
 
     def _replace(self, number: int, trouble: str) -> None:

@@ -86,7 +86,7 @@ def main(argument: str) -> NoReturn:
 
 
 def make_engine(settings: Settings) -> Any:
-    """vLLM's engine, in this process, with weights that mean nothing until the first swap."""
+    """An engine of vLLM in this process, with weights that mean nothing until the first swap."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -137,9 +137,9 @@ class WeightLoader:
         with reader.version(version) as tensors:
             # The loaders look into the segment until the last tensor of a layer has come; nothing does after this call.
             self.model_runner.reload_weights(weights_iterator=((tensor.name, _torch_tensor(tensor)) for tensor in tensors))
-        head = getattr(model, "lm_head", None)
+        head: Any = getattr(model, "lm_head", None)
         if model.config.tie_word_embeddings and hasattr(head, "cpu_linear"):
-            # On CPU a tied head has a packed copy of the embedding, which reloading passes over in silence: nothing is loaded into the head.
+            # On CPU a tied head has a packed copy of the embedding, which reloading leaves as it was: nothing is loaded into the head.
             head.quant_method.process_weights_after_loading(head)
         return sum(spec.size_bytes for spec in reader.specs)
 
@@ -244,7 +244,7 @@ class Worker:
 
 
 def completion(request: Request, output: Any) -> Completion:
-    """vLLM's output as a completion."""
+    """The answer of the engine as a completion."""
     token_ids = np.array(output.token_ids, np.int32)
     reason: FinishReason = "error"
     if output.finish_reason == "stop" and token_ids.size and token_ids[-1] in request.stop_ids:

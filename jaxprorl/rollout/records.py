@@ -154,7 +154,14 @@ def _layout(kind: type[Any]) -> tuple[tuple[str, Any], ...]:
 
 
 _LAYOUTS = {kind: _layout(kind) for kind in KINDS}
-SCHEMA = zlib.crc32(repr([(kind.__name__, layout) for kind, layout in _LAYOUTS.items()]).encode())
+
+
+def schema(kinds: tuple[type[Any], ...]) -> int:
+    """A digest of the layouts of records of these kinds."""
+    return zlib.crc32(repr([(kind.__name__, _layout(kind)) for kind in kinds]).encode())
+
+
+SCHEMA = schema(KINDS)
 
 
 def encode(record: Record) -> bytes:
@@ -171,7 +178,7 @@ def encode(record: Record) -> bytes:
         elif form is float:
             parts.append(struct.pack("<d", value))
         elif form is str:
-            text = value.encode()
+            text = value.encode(errors="backslashreplace")  # a report of an error must never fail over a file name
             parts += [struct.pack("<Q", len(text)), text, bytes(-len(text) % 8)]
         else:
             dtype, axes = form
@@ -230,7 +237,10 @@ def _field(data: bytes, position: int, form: Any, name: str) -> tuple[Any, int]:
             return data[position : position + size].decode(), end
         except UnicodeDecodeError as error:
             raise RecordError(f"{name} is not UTF-8: {error}") from error
-    return np.frombuffer(data, dtype, size // dtype.itemsize, position).reshape(shape), end
+    try:
+        return np.frombuffer(data, dtype, size // dtype.itemsize, position).reshape(shape), end
+    except (ValueError, OverflowError) as error:  # beside an extent of 0 another may be absurd
+        raise RecordError(f"{name} cannot have shape {shape}: {error}") from error
 
 
 def _need(data: bytes, position: int, count: int, name: str) -> None:

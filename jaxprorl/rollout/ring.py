@@ -1,9 +1,11 @@
 """A ring of records in shared memory, from one writing process to one reading process.
 
     header, 4096 bytes | data, `capacity` bytes
-    record: sequence u64, length u64, checksum u64 (CRC-32 of sequence, length and payload), payload, zeros up to a multiple of 8
+    record: position u64, length u64, checksum u64 (CRC-32 of position, length and payload), payload, padding up to a multiple of 8
 
-Positions count bytes since the beginning and never wrap; the place in the data area is position modulo capacity. The writer
+Positions count bytes since the beginning and never wrap; the place in the data area is position modulo capacity. A record's position is its
+sequence number: no other record of the ring has it, and one store moves from one to the next, so that an exception (Ctrl-C) in
+the middle of `write` or `read` costs nothing but that call. The writer
 stores `begun` (where the record will end), then the record, then `committed`: **a record exists if and only if it lies before
 `committed`**, so a writer killed at any byte leaves all of a record or nothing, and `begun > committed` then tells that it died
 in the middle. The reader copies a record, checks the copy, moves `read` past it and hands it out: each record exactly once.
@@ -12,8 +14,8 @@ makes new rings. Nor does a ring get a second writer: a restarted worker gets a 
 
 What is relied on: header words are 8-byte aligned and each is stored and loaded by one machine instruction (memoryview items of
 format Q), has one writer, and lies on a cache line with words of the same writer. x86-64 makes one process's stores visible in order,
-so `committed` never appears before the record. aarch64 does not promise that: there the checksum, which covers sequence
-number and length, does not match until the record is visible, and the reader looks again for VISIBLE_WITHIN_S
+so `committed` never appears before the record. aarch64 does not promise that: there the checksum, which covers position and
+length, does not match until the record is visible, and the reader looks again for VISIBLE_WITHIN_S
 before it calls the record damaged. Times are those of CLOCK_MONOTONIC, which processes of one machine share.
 Standard library only, Linux only: trainer and worker share this module.
 """
@@ -31,7 +33,7 @@ from jaxprorl.errors import RingFullError, SharedMemoryError
 
 SCHEMA = 1
 HEADER_BYTES = 4096
-RECORD_HEADER = struct.Struct("=QQQ")  # sequence, length, checksum
+RECORD_HEADER = struct.Struct("=QQQ")  # position, length, checksum
 VISIBLE_WITHIN_S = 1.0
 POLL_S = 0.0005
 
@@ -162,12 +164,11 @@ class RingWriter:
                 f"({'running' if _runs(words[_READER_PID], words[_READER_STARTED]) else 'not running'}) has read "
                 f"{words[_RECORDS_READ]} of {words[_RECORDS_WRITTEN]} records"
             )
-        sequence = words[_RECORDS_WRITTEN]
         words[_BEGUN] = end
-        self._copy(start, RECORD_HEADER.pack(sequence, len(payload), _checksum(sequence, payload)))
+        self._copy(start, RECORD_HEADER.pack(start, len(payload), _checksum(start, payload)))
         self._copy(start + RECORD_HEADER.size, payload)
         words[_COMMITTED] = end
-        words[_RECORDS_WRITTEN] = sequence + 1
+        words[_RECORDS_WRITTEN] += 1
 
     def _copy(self, position: int, source: bytes) -> None:
         """Into the data area, around its end if need be."""
@@ -202,7 +203,7 @@ class RingReader:
         None says nothing about the writer: `status` does. What a dead or closed writer had committed still comes, in order.
 
         Raises:
-            SharedMemoryError: the record is damaged; names its sequence number. Every further call raises it again.
+            SharedMemoryError: the record is damaged; names its number and position. Every further call raises it again.
         """
         words = self._words
         start = words[_READ]
@@ -214,7 +215,7 @@ class RingReader:
             time.sleep(POLL_S)
             payload, problem = self._copied(start)
         if problem:
-            raise SharedMemoryError(f"record {words[_RECORDS_READ]} of the ring is damaged: {problem}")
+            raise SharedMemoryError(f"record {words[_RECORDS_READ]} of the ring, at position {start}, is damaged: {problem}")
         words[_READ] = start + record_bytes(len(payload))
         words[_RECORDS_READ] += 1
         return payload
@@ -224,13 +225,13 @@ class RingReader:
         available = self._words[_COMMITTED] - start
         if not RECORD_HEADER.size <= available <= len(self._data):
             return b"", f"{available} bytes are committed in a ring of {len(self._data)}"
-        sequence, length, checksum = RECORD_HEADER.unpack(self._copy(start, RECORD_HEADER.size))
-        if sequence != self._words[_RECORDS_READ]:
-            return b"", f"its sequence number reads {sequence}"
+        position, length, checksum = RECORD_HEADER.unpack(self._copy(start, RECORD_HEADER.size))
+        if position != start:
+            return b"", f"it says that its position is {position}"
         if record_bytes(length) > available:
             return b"", f"its length reads {length}, only {available} bytes are committed"
         payload = self._copy(start + RECORD_HEADER.size, length)
-        if _checksum(sequence, payload) != checksum:
+        if _checksum(start, payload) != checksum:
             return b"", f"the checksum of its {length} bytes does not match"
         return payload, ""
 
@@ -290,8 +291,8 @@ def _checked_words(buffer: memoryview) -> memoryview:
     return words
 
 
-def _checksum(sequence: int, payload: bytes) -> int:
-    return zlib.crc32(payload, zlib.crc32(struct.pack("=QQ", sequence, len(payload))))
+def _checksum(position: int, payload: bytes) -> int:
+    return zlib.crc32(payload, zlib.crc32(struct.pack("=QQ", position, len(payload))))
 
 
 def _wait(condition: Callable[[], bool], timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> bool:

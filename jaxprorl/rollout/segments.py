@@ -105,17 +105,7 @@ def create(folder: Path, run_folder: Path, role: str, number: int, size_bytes: i
     Raises:
         SharedMemoryError: the memory cannot be reserved.
     """
-    while True:
-        path = folder / f"{_run_prefix(run_folder)}-{role}-{number}-{os.getpid()}-{next(_serial)}"
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:  # left by a dead process with this id, or one of another id namespace
-            continue
-        with suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file).st_nlink:
-                break
-        os.close(file)  # someone reaped it before it was locked
+    path, file = _new_file(folder, f"{run_prefix(run_folder)}-{role}-{number}-{os.getpid()}")
     try:
         os.posix_fallocate(file, 0, size_bytes)
         mapped = mmap.mmap(file, size_bytes)
@@ -149,7 +139,7 @@ def reap(run_folder: Path) -> list[Path]:
     """Removes the segments that dead processes of this run left behind; those of living ones stay. Returns what was removed."""
     removed = []
     for folder in (SHARED_MEMORY, run_folder / "tmp"):
-        for path in sorted(folder.glob(f"{_run_prefix(run_folder)}-*")):
+        for path in sorted(folder.glob(f"{run_prefix(run_folder)}-*")):
             with suppress(FileNotFoundError, PermissionError, BlockingIOError):  # gone by now; another user's; its owner lives
                 file = os.open(path, os.O_RDWR)
                 try:
@@ -161,7 +151,23 @@ def reap(run_folder: Path) -> list[Path]:
     return removed
 
 
-def _run_prefix(run_folder: Path) -> str:
+def _new_file(folder: Path, stem: str) -> tuple[Path, int]:
+    """An empty file that nobody else has, locked."""
+    while True:
+        path = folder / f"{stem}-{next(_serial)}"
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:  # left by a dead process with this id, or one of another id namespace
+            continue
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file).st_nlink:
+                return path, file
+        os.close(file)  # someone reaped it before it was locked
+
+
+def run_prefix(run_folder: Path) -> str:
+    """How the names of all segments of a run begin."""
     return f"{PREFIX}-{hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:12]}"
 
 

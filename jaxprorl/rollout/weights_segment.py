@@ -195,9 +195,11 @@ def _read_manifest(memory: memoryview) -> tuple[TensorSpec, ...]:
     if zlib.crc32(text) != checksum:
         raise SharedMemoryError("the manifest of the weight segment is damaged: its checksum does not match")
     specs = tuple(_spec(entry) for entry in json.loads(text))
+    end = 0
     for spec in specs:
-        if spec.offset_bytes + spec.size_bytes > buffer_bytes:
-            raise SharedMemoryError(f"tensor {spec.name!r} ends after its buffer of {buffer_bytes} bytes")
+        if not end <= spec.offset_bytes <= buffer_bytes - spec.size_bytes:
+            raise SharedMemoryError(f"tensor {spec.name!r} overlaps the one before it or ends after its buffer of {buffer_bytes} bytes")
+        end = spec.offset_bytes + spec.size_bytes
     return specs
 
 

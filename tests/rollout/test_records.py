@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as st_numpy
 
 from jaxprorl.errors import RecordError
 from jaxprorl.rollout import records
-from jaxprorl.rollout.records import KINDS, SCHEMA, Abort, Failed, Finished, Probe, Record, Request, Stop, Swap, decode, encode
+from jaxprorl.rollout.records import KINDS, SCHEMA, Aborted, Failed, Finished, Go, Record, Request, Stop, Swap, decode, encode
 from jaxprorl.types import Completion
 from tests.factories import PROPERTY
 
@@ -63,8 +63,8 @@ def test_every_kind_of_record_comes_back_as_it_was(record: Record) -> None:
 
 
 def test_a_record_byte_by_byte() -> None:
-    head = b"JPRR" + struct.pack("<III", SCHEMA, KINDS.index(Abort), 24)
-    assert encode(Abort(np.array([3, -1], np.int64))) == head + struct.pack("<Qqq", 2, 3, -1)
+    head = b"JPRR" + struct.pack("<III", SCHEMA, KINDS.index(Aborted), 24)
+    assert encode(Aborted(np.array([3, -1], np.int64))) == head + struct.pack("<Qqq", 2, 3, -1)
     assert encode(Failed("no\n")) == b"JPRR" + struct.pack("<III", SCHEMA, KINDS.index(Failed), 16) + struct.pack(
         "<Q", 3
     ) + b"no\n" + bytes(5)
@@ -91,14 +91,14 @@ def test_decoded_arrays_cannot_be_written_and_are_aligned() -> None:
 
 
 def test_arrays_with_strides_are_written_as_they_read() -> None:
-    back = decode(encode(Abort(np.arange(10, dtype=np.int64)[::-3])))
-    assert isinstance(back, Abort) and back.requests.tolist() == [9, 6, 3, 0]
+    back = decode(encode(Aborted(np.arange(10, dtype=np.int64)[::-3])))
+    assert isinstance(back, Aborted) and back.requests.tolist() == [9, 6, 3, 0]
 
 
 @pytest.mark.parametrize("array", [np.zeros(3, np.int32), np.zeros((3, 1), np.int64), np.zeros(3, ">i8"), np.zeros(3, np.float64)])
 def test_an_array_of_another_type_than_its_field_is_refused(array: np.ndarray) -> None:
-    with pytest.raises(RecordError, match=r"Abort\.requests is .* axes, not int64 with 1"):
-        encode(Abort(array))
+    with pytest.raises(RecordError, match=r"Aborted\.requests is .* axes, not int64 with 1"):
+        encode(Aborted(array))
 
 
 @pytest.mark.parametrize(
@@ -159,10 +159,10 @@ def test_a_wrong_header_is_refused(place: int, value: bytes, message: str) -> No
 
 @pytest.mark.parametrize("extents", [(2**62,), (2**64 - 1,), (1000,)])
 def test_an_absurd_length_allocates_nothing(extents: tuple[int, ...]) -> None:
-    data = encode(Abort(np.zeros(2, np.int64)))
+    data = encode(Aborted(np.zeros(2, np.int64)))
     forged = data[:16] + struct.pack("<Q", *extents) + data[24:]
     tracemalloc.start()
-    with pytest.raises(RecordError, match=r"Abort\.requests needs \d+ bytes, 16 are left"):
+    with pytest.raises(RecordError, match=r"Aborted\.requests needs \d+ bytes, 16 are left"):
         decode(forged)
     assert tracemalloc.get_traced_memory()[1] < 100_000
     tracemalloc.stop()
@@ -207,4 +207,4 @@ def test_the_schema_follows_every_change_of_a_layout() -> None:
 def test_every_dataclass_of_the_module_is_a_kind() -> None:
     found = [value for value in vars(records).values() if dataclasses.is_dataclass(value) and value.__module__ == records.__name__]
     assert set(found) == set(KINDS) == set(typing.get_args(Record))
-    assert {Request, Probe, Stop} <= set(found)
+    assert {Request, Go, Stop} <= set(found)

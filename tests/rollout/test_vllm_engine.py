@@ -90,7 +90,7 @@ def tested(config: ConfigDict, c: Qwen2Config, run: Path) -> Iterator[Tested]:
 
 
 def left_in_shared_memory(run: Path) -> list[Path]:
-    return sorted(segments.SHARED_MEMORY.glob(f"{segments._run_prefix(run)}-*"))
+    return sorted(segments.SHARED_MEMORY.glob(f"{segments.run_prefix(run)}-*"))
 
 
 @pytest.fixture(scope="module")

@@ -73,15 +73,26 @@ def test_the_first_batch_is_of_the_same_questions_and_about_as_good(home: Path) 
 def test_every_swap_is_logged_with_its_proof(home: Path) -> None:
     events = swaps(home / "runs/workers")
     assert [event["policy_version"] for event in events] == list(range(1, STEPS + 1))
-    assert all(set(event) == {
-        "kind", "step", "policy_version", "bytes", "probe_nats", "lost_workers", "time_load_s", "time_swap_s",
-    } for event in events)
+    assert all(
+        set(event)
+        == {
+            "kind",
+            "step",
+            "policy_version",
+            "bytes",
+            "probe_nats",
+            "lost_workers",
+            "time_load_s",
+            "time_swap_s",
+        }
+        for event in events
+    )
     assert all(0 <= event["probe_nats"] < 1e-4 for event in events)
     assert all(set(event) == {"kind", "step", "policy_version"} for event in swaps(home / "runs/embedded"))
 
 
 def test_nothing_is_left_in_shared_memory(home: Path) -> None:
-    assert list(segments.SHARED_MEMORY.glob(f"{segments._run_prefix(home / 'runs/workers')}-*")) == []
+    assert list(segments.SHARED_MEMORY.glob(f"{segments.run_prefix(home / 'runs/workers')}-*")) == []
 
 
 def test_a_killed_run_takes_its_workers_along_and_goes_on_as_if_nothing_had_happened(
@@ -100,12 +111,12 @@ def test_a_killed_run_takes_its_workers_along_and_goes_on_as_if_nothing_had_happ
     gone, _ = psutil.wait_procs(workers, timeout=10)
     assert len(gone) == 2
     command.wait()
-    left = list(segments.SHARED_MEMORY.glob(f"{segments._run_prefix(run)}-*"))
+    left = list(segments.SHARED_MEMORY.glob(f"{segments.run_prefix(run)}-*"))
     assert [path.name.split("-")[2] for path in left] == ["weights"], "the rings had lost their names already"
 
     ended = tiny_run.train(tmp_path, *overrides)
     assert f"removed {left[0]}" in ended.stdout + ended.stderr
-    assert list(segments.SHARED_MEMORY.glob(f"{segments._run_prefix(run)}-*")) == []
+    assert list(segments.SHARED_MEMORY.glob(f"{segments.run_prefix(run)}-*")) == []
     reference = home / "runs/workers"
     assert tiny_run.timeless_metrics(run) == tiny_run.timeless_metrics(reference)
     assert tiny_run.timeless_events(run, "resume", "compile") == tiny_run.timeless_events(reference, "resume", "compile")

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 
 from ml_collections import ConfigDict
 
@@ -45,6 +46,8 @@ def check_settings(config: ConfigDict) -> None:
         ConfigError: names the field and what would be right.
     """
     rollout, c = config.rollout, config.rollout.vllm
+    if sys.platform != "linux":
+        raise ConfigError(f"rollout.engine = 'vllm': its shared memory needs Linux, this is {sys.platform}; use 'jax'")
     if rollout.slots % c.workers:
         raise ConfigError(f"rollout.vllm.workers = {c.workers}: must divide rollout.slots = {rollout.slots}, which the workers share")
     if c.devices and len(c.devices) != c.workers:

@@ -75,6 +75,12 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, changes: dict[str
         preflight.check_settings(config(tmp_path, **changes))
 
 
+def test_other_systems_than_linux_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(ConfigError, match="its shared memory needs Linux, this is darwin; use 'jax'"):
+        preflight.check_settings(config(tmp_path))
+
+
 def test_settings_that_can_work_pass(tmp_path: Path) -> None:
     preflight.check_settings(config(tmp_path, workers=2, devices=("0", "1"), ring_mb=0.01))
     preflight.check_settings(config(tmp_path, "vllm", block_tokens=16))

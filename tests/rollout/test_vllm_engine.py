@@ -59,7 +59,7 @@ def engine_config(python: Path, folder: Path, **vllm: Any) -> ConfigDict:
     return config
 
 
-class Tested:
+class Rig:
     """An engine with what tests ask of it."""
 
     def __init__(self, config: ConfigDict, c: Qwen2Config, run: Path):
@@ -80,8 +80,8 @@ class Tested:
 
 
 @contextlib.contextmanager
-def tested(config: ConfigDict, c: Qwen2Config, run: Path) -> Iterator[Tested]:
-    made = Tested(config, c, run)
+def opened(config: ConfigDict, c: Qwen2Config, run: Path) -> Iterator[Rig]:
+    made = Rig(config, c, run)
     try:
         yield made
     finally:
@@ -100,20 +100,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
-def shared(
-    request: pytest.FixtureRequest, reference_python: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Tested]:
+def shared(request: pytest.FixtureRequest, reference_python: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     c = TIED if request.param == "tied" else UNTIED
-    with tested(engine_config(reference_python, cache), c, tmp_path_factory.mktemp("run")) as made:
+    with opened(engine_config(reference_python, cache), c, tmp_path_factory.mktemp("run")) as made:
         made.swap(seed=0)
         yield made
 
 
 @pytest.fixture(scope="module")
-def pair(reference_python: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tested]:
+def pair(reference_python: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """Two workers, which have more requests than slots: tests may kill them."""
     config = engine_config(reference_python, cache, workers=2, max_restarts=100)
-    with tested(config, TIED, tmp_path_factory.mktemp("run")) as made:
+    with opened(config, TIED, tmp_path_factory.mktemp("run")) as made:
         made.swap(seed=0)
         yield made
 
@@ -140,7 +138,7 @@ def collect(completions: Iterator[Completion], prompts: Sequence[Prompt], sample
     return result
 
 
-def generate(made: Tested, sampling: Sampling = SAMPLING, count: int = 10) -> Result:
+def generate(made: Rig, sampling: Sampling = SAMPLING, count: int = 10) -> Result:
     asked = prompts(count)
     return collect(made.engine.generate(asked, sampling), asked, sampling.samples)
 
@@ -149,7 +147,7 @@ def tokens(result: Result) -> dict[tuple[int, int], list[int]]:
     return {key: completion.token_ids.tolist() for key, completion in result.items()}
 
 
-def check_log_probs(made: Tested, result: Result, temperature: float, count: int = 10) -> None:
+def check_log_probs(made: Rig, result: Result, temperature: float, count: int = 10) -> None:
     """Every log-prob is that of the version which the completion says it is of."""
     by_id = {prompt.prompt_id: prompt for prompt in prompts(count)}
     worst = 0.0
@@ -167,13 +165,13 @@ def versions(result: Result) -> set[int]:
 
 
 @pytest.mark.parametrize("temperature", [1.2, 0.7, 0.0])
-def test_log_probs_are_the_trainers(shared: Tested, temperature: float) -> None:
+def test_log_probs_are_the_trainers(shared: Rig, temperature: float) -> None:
     result = generate(shared, dataclasses.replace(SAMPLING, temperature=temperature))
     check_log_probs(shared, result, temperature)
     assert all(completion.logprobs.dtype == np.float32 for completion in result.values())
 
 
-def test_greedy_tokens_are_the_most_likely_ones(shared: Tested) -> None:
+def test_greedy_tokens_are_the_most_likely_ones(shared: Rig) -> None:
     compared = 0
     for completion in generate(shared, GREEDY).values():
         prompt = next(prompt for prompt in prompts() if prompt.prompt_id == completion.prompt_id)
@@ -185,7 +183,7 @@ def test_greedy_tokens_are_the_most_likely_ones(shared: Tested) -> None:
     assert compared > 50
 
 
-def test_a_completion_ends_with_its_first_stop_id_or_at_the_limit(shared: Tested) -> None:
+def test_a_completion_ends_with_its_first_stop_id_or_at_the_limit(shared: Rig) -> None:
     result = generate(shared)
     for completion in result.values():
         stops = np.isin(completion.token_ids, STOP_IDS)
@@ -196,7 +194,7 @@ def test_a_completion_ends_with_its_first_stop_id_or_at_the_limit(shared: Tested
     assert {completion.finish_reason for completion in result.values()} == {"stop", "length"}
 
 
-def test_draws_depend_on_seed_step_prompt_and_sample_alone(shared: Tested) -> None:
+def test_draws_depend_on_seed_step_prompt_and_sample_alone(shared: Rig) -> None:
     first = generate(shared)
     assert tokens(generate(shared)) == tokens(first), "the prefix cache is warm now"
     few = collect(shared.engine.generate(prompts()[::-3], SAMPLING), prompts()[::-3], 4)
@@ -208,7 +206,7 @@ def test_draws_depend_on_seed_step_prompt_and_sample_alone(shared: Tested) -> No
     assert len(set(group)) > 1
 
 
-def test_a_swap_takes_effect_on_prompts_that_the_cache_knows(shared: Tested) -> None:
+def test_a_swap_takes_effect_on_prompts_that_the_cache_knows(shared: Rig) -> None:
     before = generate(shared)
     facts = shared.swap(seed=len(shared.params))
     after = generate(shared)
@@ -222,9 +220,9 @@ def test_a_swap_takes_effect_on_prompts_that_the_cache_knows(shared: Tested) -> 
 
 
 @pytest.mark.parametrize("mode", ["drain", "abort"])
-def test_a_swap_while_requests_wait(shared: Tested, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_swap_while_requests_wait(shared: Rig, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """40 requests on 16 slots: whoever ends first, each completion is made by one version in full, and none is lost."""
-    monkeypatch.setattr(shared.engine._config.rollout.vllm, "swap", mode)
+    monkeypatch.setitem(shared.engine._config.rollout.vllm, "swap", mode)
     old = max(shared.params)
     stream = shared.engine.generate(prompts(), SAMPLING)
     first = next(stream)
@@ -238,7 +236,7 @@ def test_a_swap_while_requests_wait(shared: Tested, mode: str, monkeypatch: pyte
     assert made_by_old >= 16 if mode == "drain" else made_by_old < 16
 
 
-def test_weights_that_are_not_the_trainers_fail_the_swap_loudly(shared: Tested, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_not_the_trainers_fail_the_swap_loudly(shared: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     write = shared.engine._channel.write
 
     def wrong(params: Any, version: int) -> None:
@@ -257,16 +255,16 @@ def test_weights_that_are_not_the_trainers_fail_the_swap_loudly(shared: Tested, 
     check_log_probs(shared, generate(shared), SAMPLING.temperature)
 
 
-def test_two_workers_answer_what_one_would(pair: Tested, reference_python: Path, cache: Path, tmp_path: Path) -> None:
+def test_two_workers_answer_what_one_would(pair: Rig, reference_python: Path, cache: Path, tmp_path: Path) -> None:
     result = generate(pair)
     check_log_probs(pair, result, SAMPLING.temperature)
     assert len(set(pair.pids())) == 2
-    with tested(engine_config(reference_python, cache), TIED, tmp_path) as single:
+    with opened(engine_config(reference_python, cache), TIED, tmp_path) as single:
         single.swap(seed=0)
         assert tokens(generate(single)) == tokens(result)
 
 
-def test_a_worker_killed_while_it_generates_loses_and_doubles_nothing(pair: Tested) -> None:
+def test_a_worker_killed_while_it_generates_loses_and_doubles_nothing(pair: Rig) -> None:
     expected = tokens(generate(pair))
     victim, other = pair.pids()
     stream = pair.engine.generate(prompts(), SAMPLING)
@@ -280,7 +278,7 @@ def test_a_worker_killed_while_it_generates_loses_and_doubles_nothing(pair: Test
     assert any(f"worker 0 (process {victim}) ended with exit code -9 while serving" in note for note in pair.notes)
 
 
-def test_a_worker_killed_while_it_loads_weights_gets_them_again(pair: Tested, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_killed_while_it_loads_weights_gets_them_again(pair: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     victim = pair.engine._workers[1].process
     send = victim.send
 
@@ -298,7 +296,7 @@ def test_a_worker_killed_while_it_loads_weights_gets_them_again(pair: Tested, mo
 
 
 @pytest.mark.parametrize("stage", [Stage.LOADING, Stage.PROBING])
-def test_a_lost_worker_that_is_coming_back_when_new_weights_come_takes_those(pair: Tested, stage: Stage) -> None:
+def test_a_lost_worker_that_is_coming_back_when_new_weights_come_takes_those(pair: Rig, stage: Stage) -> None:
     """The weights that it was coming back with are gone by then: the trainer's update takes their memory."""
     os.kill(pair.pids()[1], signal.SIGKILL)
     end_s = time.monotonic() + 60
@@ -313,8 +311,8 @@ def test_a_lost_worker_that_is_coming_back_when_new_weights_come_takes_those(pai
     check_log_probs(pair, result, SAMPLING.temperature)
 
 
-def test_a_worker_that_stands_still_is_replaced(pair: Tested, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair.engine._config.rollout.vllm.deadlines, "beat_s", 2.0)
+def test_a_worker_that_stands_still_is_replaced(pair: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(pair.engine._config.rollout.vllm.deadlines, "beat_s", 2.0)
     victim = pair.pids()[0]
     stream = pair.engine.generate(prompts(), SAMPLING)
     first = next(stream)
@@ -325,8 +323,8 @@ def test_a_worker_that_stands_still_is_replaced(pair: Tested, monkeypatch: pytes
     assert not Path(f"/proc/{victim}").exists()
 
 
-def test_too_many_losses_end_the_run(pair: Tested, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair.engine._config.rollout.vllm, "max_restarts", pair.engine._restarts)
+def test_too_many_losses_end_the_run(pair: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(pair.engine._config.rollout.vllm, "max_restarts", pair.engine._restarts)
     victim = pair.pids()[0]
     stream = pair.engine.generate(prompts(), SAMPLING)
     os.kill(victim, signal.SIGKILL)
@@ -343,9 +341,9 @@ def test_too_little_shared_memory_is_said_and_a_file_takes_its_place(
     choose = segments.choose_folder
     monkeypatch.setattr(segments, "choose_folder", partial(choose, free_bytes=partial(free_bytes, on_disk=1_000_000)))
     with pytest.raises(SharedMemoryError, match=r"of shared memory are needed, /dev/shm has 1\.0 MB free and"):
-        Tested(engine_config(reference_python, cache), TIED, tmp_path)
+        Rig(engine_config(reference_python, cache), TIED, tmp_path)
     monkeypatch.setattr(segments, "choose_folder", partial(choose, free_bytes=partial(free_bytes, on_disk=10**9)))
-    with tested(engine_config(reference_python, cache, dtype="bfloat16"), TIED, tmp_path) as made:
+    with opened(engine_config(reference_python, cache, dtype="bfloat16"), TIED, tmp_path) as made:
         assert any("files in" in note and "take its place" in note for note in made.notes)
         assert len(list((tmp_path / "tmp").iterdir())) == 3
         facts = made.swap(seed=0)
@@ -356,7 +354,7 @@ def test_too_little_shared_memory_is_said_and_a_file_takes_its_place(
 
 
 def test_a_worker_that_cannot_start_says_why(reference_python: Path, cache: Path, tmp_path: Path) -> None:
-    made = Tested(engine_config(reference_python, cache), dataclasses.replace(TIED, num_key_value_heads=2), tmp_path)
+    made = Rig(engine_config(reference_python, cache), dataclasses.replace(TIED, num_key_value_heads=2), tmp_path)
     try:
         (tmp_path / "base_model/config.json").write_text('{"model_type": "no such model"}')
         with pytest.raises(EngineError, match=r"rollout worker 0 (?s:.*) while starting; .*worker_0\.log ends with:(?s:.*)no such model"):

@@ -25,7 +25,6 @@ Int32_T = Annotated[np.ndarray, "<i4", 1]
 Int64_R = Annotated[np.ndarray, "<i8", 1]
 Int64_KX = Annotated[np.ndarray, "<i8", 2]
 Float32_T = Annotated[np.ndarray, "<f4", 1]
-Float64_R = Annotated[np.ndarray, "<f8", 1]
 
 
 @dataclass(frozen=True)

@@ -14,5 +14,5 @@ def run_folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     left = segments.reap(tmp_path)
     assert not left, f"segments of dead processes were left: {left}"
-    alive = [path for path in segments.SHARED_MEMORY.glob(f"{segments.run_prefix(tmp_path)}-*")]
+    alive = list(segments.SHARED_MEMORY.glob(f"{segments.run_prefix(tmp_path)}-*"))
     assert not alive, f"segments are still owned: {alive}"

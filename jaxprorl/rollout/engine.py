@@ -16,12 +16,16 @@ class Sampling:
         temperature: logits are divided by it; 0 = greedy (log-probs are then taken at temperature 1).
         seed: together with (step, prompt_id, sample, position) it decides every draw; nothing else does.
         step: RL step, or any number that tells two passes over the same prompts apart.
+        top_k: only so many of the likeliest tokens are drawn; 0 = all. Log-probs are then those of what is left. Evaluation only.
+        top_p: of those only the fewest that hold this share of the mass. Evaluation only.
     """
 
     samples: int
     temperature: float
     seed: int
     step: int
+    top_k: int = 0
+    top_p: float = 1.0
 
 
 class Engine(Protocol):

@@ -150,10 +150,7 @@ class VllmEngine:
         for index, prompt in enumerate(prompts):
             worker = self._workers[index % len(self._workers)]
             for sample in range(sampling.samples):
-                request = self._request(
-                    prompt.prompt_id, sample, prompt.token_ids, sampling.temperature,
-                    draw_seed(sampling, prompt.prompt_id, sample), self._config.rollout.max_response_tokens, self._stop_ids,
-                )  # fmt: skip
+                request = self._request(prompt.prompt_id, sample, prompt.token_ids, sampling)
                 worker.asked[request.request] = Asked(request, answers)
                 count += 1
         for worker in self._workers:
@@ -173,9 +170,7 @@ class VllmEngine:
             worker.process.stop()
         self._channel.close()
 
-    def _request(
-        self, prompt_id: int, sample: int, token_ids: np.ndarray, temperature: float, seed: int, max_tokens: int, stop_ids: np.ndarray
-    ) -> Request:
+    def _request(self, prompt_id: int, sample: int, token_ids: np.ndarray, sampling: Sampling) -> Request:
         self._next_request += 1
         return Request(
             request=self._next_request,
@@ -183,11 +178,13 @@ class VllmEngine:
             prompt_id=prompt_id,
             sample=sample,
             token_ids=np.asarray(token_ids, np.int32),
-            temperature=float(temperature),
-            seed=seed,
+            temperature=float(sampling.temperature),
+            top_k=sampling.top_k,
+            top_p=float(sampling.top_p),
+            seed=draw_seed(sampling, prompt_id, sample),
             min_tokens=0,
-            max_tokens=max_tokens,
-            stop_ids=stop_ids,
+            max_tokens=self._config.rollout.max_response_tokens,
+            stop_ids=self._stop_ids,
         )
 
     def _until(self, done: Callable[[], bool]) -> None:
@@ -270,9 +267,10 @@ class VllmEngine:
 
     def _send_probe(self, worker: Worker) -> None:
         worker.heard_s = time.monotonic()
-        no_stop = np.zeros(0, np.int32)
+        sampling = Sampling(1, self._probe.temperature, seed=0, step=0)
         for index, token_ids in enumerate(self._probe.prompts):
-            request = self._request(-1, index, token_ids, self._probe.temperature, index, RESPONSE_TOKENS, no_stop)
+            request = self._request(-1, index, token_ids, sampling)
+            request = dataclasses.replace(request, max_tokens=RESPONSE_TOKENS, stop_ids=np.zeros(0, np.int32))
             worker.probing[request.request] = index
             worker.process.send(request)
         worker.process.send(Go())

@@ -208,6 +208,8 @@ class Worker:
         sampling = SamplingParams(
             n=1,
             temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
             seed=request.seed,
             min_tokens=request.min_tokens,
             max_tokens=request.max_tokens,

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import scipy.special
 from factories import make_prompt, random_params, tiny_config, tiny_model
 from full_forward import response_log_probs, response_logits
 from ml_collections import ConfigDict
@@ -169,6 +170,23 @@ def test_log_probs_are_the_trainers(shared: Rig, temperature: float) -> None:
     result = generate(shared, dataclasses.replace(SAMPLING, temperature=temperature))
     check_log_probs(shared, result, temperature)
     assert all(completion.logprobs.dtype == np.float32 for completion in result.values())
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.6)])
+def test_truncated_draws_are_renormalised_over_what_is_left(shared: Rig, top_k: int, top_p: float) -> None:
+    result = generate(shared, dataclasses.replace(SAMPLING, top_k=top_k, top_p=top_p))
+    by_id = {prompt.prompt_id: prompt for prompt in prompts()}
+    for completion in result.values():
+        params = shared.params[max(shared.params)]
+        logits_TV = response_logits(shared.c, params, by_id[completion.prompt_id].token_ids, completion.token_ids) / SAMPLING.temperature
+        for logits_V, token, logprob in zip(logits_TV, completion.token_ids, completion.logprobs, strict=True):
+            order = np.argsort(-logits_V)
+            share = np.cumsum(scipy.special.softmax(logits_V[order]))
+            kept = order[: top_k or int(np.searchsorted(share, top_p)) + 1]
+            assert token in kept or abs(share - top_p).min() < 1e-5, "a share that rounding may move over the bound"
+            if token in kept:
+                expected = logits_V[token] - scipy.special.logsumexp(logits_V[kept])
+                assert abs(expected - logprob) < FLOAT32_NATS or abs(share - top_p).min() < 1e-5
 
 
 def test_greedy_tokens_are_the_most_likely_ones(shared: Rig) -> None:

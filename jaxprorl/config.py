@@ -17,6 +17,7 @@ from jaxprorl.errors import ConfigError, DataError, RewardError
 from jaxprorl.models.compute import ATTENTION, REMAT
 from jaxprorl.recipe import OPTIMIZER_RESETS, check_mixes, check_stages, stage_configs, stages
 from jaxprorl.rewards import puzzles, registry
+from jaxprorl.rollout import preflight
 from jaxprorl.sharding.strategies import AXES, BATCH_AXES, STRATEGIES, mesh_sizes
 
 HINT = "every field, with its type and unit, is in configs/base.py"
@@ -68,9 +69,9 @@ def validate(config: ConfigDict) -> None:
     """
     check_stages(config)
     check_mixes(config)
-    # Quick ones first; the last three look at what no stage may change.
+    # Quick ones first; the last four look at what no stage may change.
     of_a_stage = (_check_numbers, _check_choices, _check_objective, check_resets, _check_shapes)
-    for check in (*of_a_stage, _check_warm_start, _check_rewards, _check_tasks):
+    for check in (*of_a_stage, _check_warm_start, _check_engine, _check_rewards, _check_tasks):
         check(config)
     for stage, stage_config in zip(stages(config), stage_configs(config), strict=False):
         try:
@@ -118,7 +119,9 @@ POSITIVE = (
     "warmstart.rows", "warmstart.row_tokens", "warmstart.learning_rate", "warmstart.skill_updates", "warmstart.max_skill_updates",
     "warmstart.gate_every_updates", "warmstart.gate_items_per_task", "warmstart.correction_updates", "warmstart.careless_learning_rate",
     "rollout.samples_per_prompt", "rollout.temperature", "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.slots",
-    "rollout.decode_chunk_tokens", "batch.prompts", "batch.refill_prompts", "batch.updates", "batch.row_tokens",
+    "rollout.decode_chunk_tokens", "rollout.vllm.workers", "rollout.vllm.threads", "rollout.vllm.block_tokens", "rollout.vllm.ring_mb",
+    *(f"rollout.vllm.deadlines.{name}_s" for name in ("start", "drain", "load", "probe", "beat", "answer")),
+    "batch.prompts", "batch.refill_prompts", "batch.updates", "batch.row_tokens",
     "batch.micro_batch_rows", "optimizer.learning_rate", "optimizer.eps", "optimizer.clip_norm",
     "optimizer.max_skipped_updates", "algorithm.correction_high", "shaping.cosine_on_steps", "shaping.buffer_tokens",
     "grading.workers", "grading.timeout_s", "validation.items_per_task", "evaluation.temperature", "checkpoint.every_steps",
@@ -133,13 +136,14 @@ NOT_NEGATIVE = (
     "algorithm.kl_coefficient", "algorithm.entropy_bonus", "algorithm.correction_low", "filtering.tolerance",
     "shaping.penalty", "shaping.cosine_weight",
     "shaping.cosine_off_steps", "rollout.max_staleness", "rollout.min_response_tokens", "optimizer.cosine_updates",
-    "optimizer.warmup_updates", "optimizer.weight_decay",
+    "rollout.vllm.cache_mb", "rollout.vllm.probe_tolerance_nats",
+    "rollout.vllm.max_restarts", "optimizer.cosine_updates", "optimizer.warmup_updates", "optimizer.weight_decay",
     "resets.every_steps", "resets.warmup_updates", "resets.cooldown_steps", "resets.max_resets", "resets.kl_spike.z",
     "resets.kl_spike.above",
     "resets.entropy_collapse.floor", "alarms.kl_spike.z", "alarms.kl_spike.above", "alarms.entropy_collapse.floor",
     "alarms.skipped_updates.above", "alarms.mismatch_trend.slope", "alarms.mismatch_trend.z",
     "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.context",
-    "checkpoint.keep_every_steps", "checkpoint.keep_best", "validation.every_steps", "evaluation.seed",
+    "checkpoint.keep_every_steps", "checkpoint.keep_best", "validation.every_steps", "evaluation.top_k", "evaluation.seed",
 )  # fmt: skip
 SHARES = (
     "warmstart.gate_solve_rate", "warmstart.start_solve_rate", "warmstart.start_tolerance", "optimizer.b1", "optimizer.b2",
@@ -159,6 +163,9 @@ CHOICES = {
     "model.remat": REMAT,
     "checkpoint.on_damage": ("stop", "previous"),
     "mesh.strategy": tuple(STRATEGIES),
+    "rollout.engine": ("jax", "vllm"),
+    "rollout.vllm.dtype": ("float32", "bfloat16"),
+    "rollout.vllm.swap": ("drain", "abort"),
     "algorithm.advantage": ("grpo", "dr_grpo", "rloo", "reinforce_pp_trajectory", "reinforce_pp_token"),
     "algorithm.policy_loss": ("clipped", "gspo", "reinforce"),
     "algorithm.aggregation": ("token_mean", "sequence_mean", "dr_grpo"),
@@ -194,6 +201,8 @@ def _check_numbers(config: ConfigDict) -> None:
     for field in SHARES:
         value = field_value(config, field)
         _require(0 <= value <= 1, field, value, "must lie between 0 and 1")
+    top_p = config.evaluation.top_p
+    _require(0 < top_p <= 1, "evaluation.top_p", top_p, "must be above 0 and at most 1 (1 = all tokens)")
     for field in ("seed", "evaluation.seed"):
         value = field_value(config, field)
         _require(value < 2**32, field, value, "must be below 2^32")
@@ -316,6 +325,13 @@ def check_resets(config: ConfigDict) -> None:
     )  # fmt: skip
     window = a.mismatch_trend.window
     _require(window >= 5, "alarms.mismatch_trend.window", window, "a trend needs 5 steps or more")
+
+
+def _check_engine(config: ConfigDict) -> None:
+    if config.rollout.engine == "vllm":
+        preflight.check_settings(config)
+        if not config.model.path:  # else start reads it from the folder
+            preflight.check_model(config, config.model.head_dim, config.model.max_position_embeddings)
 
 
 def _check_rewards(config: ConfigDict) -> None:

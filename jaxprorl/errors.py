@@ -54,3 +54,7 @@ class RingFullError(SharedMemoryError):
 
 class RecordError(SharedMemoryError, ValueError):
     """Bytes that are no record of this version."""
+
+
+class EngineError(UserError, RuntimeError):
+    """The rollout engine does not work: workers that cannot start, die again and again, or do not compute what the trainer does."""

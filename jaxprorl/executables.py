@@ -17,7 +17,7 @@ from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import Qwen2Config, build
 from jaxprorl.monitoring.recorder import Recorder
 from jaxprorl.resets.optimizer import reset, what_is_reset
-from jaxprorl.rollout.jax_engine import JaxEngine
+from jaxprorl.rollout.engine import Engine
 from jaxprorl.sharding.mesh import moment_shardings, replicated
 from jaxprorl.state import TrainState
 from jaxprorl.update import Batch, Fixed, Metrics, make_log_probs, make_train_step
@@ -60,7 +60,7 @@ class Compiled:
 
 def compile_all(
     plans: Sequence[Plan],
-    engines: Mapping[JaxEngine, Sequence[int]],
+    engines: Mapping[Engine, Sequence[int]],
     model_config: Qwen2Config,
     mesh: Mesh,
     recorder: Recorder,

@@ -1,7 +1,7 @@
 """What the loop of each stage works with, made and compiled before the first step."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jax.sharding import Mesh
@@ -13,7 +13,7 @@ from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import Qwen2Config
 from jaxprorl.monitoring.recorder import Recorder
 from jaxprorl.recipe import Stage, longest, stage_configs, stages
-from jaxprorl.rollout.jax_engine import JaxEngine
+from jaxprorl.rollout.engine import Engine
 from jaxprorl.state import TrainState
 from jaxprorl.types import Prompt
 from jaxprorl.watch import Rules, make_rules
@@ -35,7 +35,7 @@ class Setting:
     config: ConfigDict
     rules: Rules
     prompts: tuple[Prompt, ...]
-    engine: JaxEngine
+    engine: Engine
     compiled: Compiled
 
 
@@ -46,28 +46,29 @@ def make_settings(
     computes: Sequence[Compute],
     model_config: Qwen2Config,
     mesh: Mesh,
-    stop_ids: Sequence[int],
+    open_engine: Callable[[ConfigDict], Engine],
     recorder: Recorder,
     state: TrainState,
     shardings: TrainState,
     fresh: bool,
-) -> tuple[dict[int, Setting], JaxEngine]:
+) -> tuple[dict[int, Setting], Engine]:
     """The settings of the stages from `first` on, by number, and the engine that evaluates in all of them.
 
     Args:
         prompts: the train split.
         computes: how each stage computes.
+        open_engine: makes the engine of a config.
         fresh: a new run, whose log tells of what is compiled.
     """
     configs, declared = stage_configs(config), stages(config) or (None,)
     numbers = range(first, len(configs))
-    engines: dict[str, JaxEngine] = {}
-    samples: dict[JaxEngine, list[int]] = {}
+    engines: dict[str, Engine] = {}
+    samples: dict[Engine, list[int]] = {}
 
-    def engine_of(stage_config: ConfigDict, count: int) -> JaxEngine:
+    def engine_of(stage_config: ConfigDict, count: int) -> Engine:
         key = json.dumps({name: value for name, value in stage_config.rollout.to_dict().items() if name not in TOLD}, sort_keys=True)
         if key not in engines:
-            engines[key] = JaxEngine(stage_config, model_config, mesh, stop_ids)
+            engines[key] = open_engine(stage_config)
         served = samples.setdefault(engines[key], [])
         if count not in served:
             served.append(count)

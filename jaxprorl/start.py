@@ -36,8 +36,9 @@ from jaxprorl.monitoring.recorder import NO_LINES, Recorder
 from jaxprorl.recipe import longest, stage_configs
 from jaxprorl.rewards import registry
 from jaxprorl.rewards.pool import GraderPool
-from jaxprorl.rollout import surplus
-from jaxprorl.rollout.jax_engine import JaxEngine
+from jaxprorl.rollout import preflight, surplus
+from jaxprorl.rollout.engine import Engine, Sampling, exam_sampling
+from jaxprorl.rollout.engines import make_engine
 from jaxprorl.run_folder import RunFolder, accepted
 from jaxprorl.setting import Setting, make_settings
 from jaxprorl.sharding.mesh import make_mesh, set_cpu_devices
@@ -66,7 +67,7 @@ class Training:
     model_config: Qwen2Config
     compute: Compute
     splits: Splits
-    exam_engine: JaxEngine
+    exam_engine: Engine
     graders: GraderPool
     exam_graders: GraderPool
     checkpoints: Checkpoints
@@ -84,10 +85,12 @@ class Training:
         """The run's, as it is in this stage."""
         return self.setting.config
 
-    def set_weights(self, params: Params, version: int) -> None:
-        """Gives all engines new weights."""
-        for engine in {self.exam_engine, *(setting.engine for setting in self.settings.values())}:
-            engine.set_weights(params, version)
+    def set_weights(self, params: Params, version: int) -> dict[str, float]:
+        """Gives all engines new weights. Returns what that took, for the event log."""
+        took: dict[str, float] = {}
+        for engine in dict.fromkeys([self.exam_engine, *(setting.engine for setting in self.settings.values())]):
+            took |= engine.set_weights(params, version)
+        return took
 
 
 def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
@@ -149,8 +152,14 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         left, watch = [], watching.Watch()
     tasks = {prompt.task for split in (splits.train, splits.validation, splits.held_out) for prompt in split}
     recorder = stack.enter_context(Recorder(config, folder, progress, tasks, domains, run.step, offsets))
+
+    def open_engine(stage_config: ConfigDict) -> Engine:
+        engine = make_engine(stage_config, model_config, mesh, tokenizer.stop_ids, folder.path, progress.note)
+        stack.callback(engine.close)
+        return engine
+
     settings, exam_engine = make_settings(
-        config, run.stage, splits.train, computes, model_config, mesh, tokenizer.stop_ids, recorder, state, shardings, fresh=not run.step
+        config, run.stage, splits.train, computes, model_config, mesh, open_engine, recorder, state, shardings, fresh=not run.step
     )
     training = Training(
         settings, settings[run.stage], folder, mesh, tokenizer, model_config, computes[run.stage], splits, exam_engine,
@@ -289,6 +298,8 @@ def check_model(config: ConfigDict, model_config: Qwen2Config, tokenizer: Tokeni
             f"{model_config.max_position_embeddings} tokens (max_position_embeddings); lower one of them"
         )
     check_vocabulary(model_config, tokenizer)
+    if config.rollout.engine == "vllm":
+        preflight.check_model(config, model_config.head_dim, model_config.max_position_embeddings)
 
 
 def adopt_tokenizer(base: Path, folder: RunFolder) -> None:
@@ -358,14 +369,14 @@ def evaluate_held_out(training: Training, when: str) -> dict[str, Any]:
     config, recorder = training.config, training.recorder
     started_s = time.perf_counter()
     results: dict[str, Any] = {}
-    for name, temperature in (("sampled", config.evaluation.temperature), ("greedy", 0.0)):
+    for name, sampling in (("sampled", exam_sampling(config)), ("greedy", Sampling(1, 0.0, config.evaluation.seed, step=0))):
         phase = f"evaluation {when} ({name})"
         show = partial(recorder.progress.phase, phase)
         prompts = training.splits.held_out
-        results[name] = evaluate(training.exam_engine, training.exam_graders, prompts, temperature, config.evaluation.seed, show)
+        results[name] = evaluate(training.exam_engine, training.exam_graders, prompts, sampling, show)
         rates = {task: row["solve_rate"] for task, row in results[name]["per_task"].items()}
         shown = {"solve_rate": results[name]["solve_rate"], "mean_score": results[name]["mean_score"]}
-        recorder.event(training.run.step, "evaluation", when=when, temperature=temperature, **shown, per_task=rates)
+        recorder.event(training.run.step, "evaluation", when=when, temperature=sampling.temperature, **shown, per_task=rates)
         recorder.progress.note(f"{phase}: solve rate {shown['solve_rate']:.3f}")
     return results | {"time_s": time.perf_counter() - started_s}
 

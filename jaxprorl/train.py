@@ -35,6 +35,7 @@ from jaxprorl.resets.triggers import Firing
 from jaxprorl.rewards.pool import error_share
 from jaxprorl.rollout import surplus
 from jaxprorl.rollout.collect import Rollout, RolloutBatch
+from jaxprorl.rollout.engine import exam_sampling
 from jaxprorl.rollout.metrics import rollout_metrics, tokens_of
 from jaxprorl.run_folder import RunFolder, open_run
 from jaxprorl.start import Training, evaluate_held_out, start
@@ -125,10 +126,10 @@ def run_stage(training: Training, preemption: Preemption) -> None:
         advantage_PN = batch_advantages(config, batch.trained, step, kl_sum_PN)
         state, metrics = setting.compiled.train_step(state, arrays, fixed, advantage_PN)
         run, left = advance(config, run, batch), batch.surplus
-        training.set_weights(state.params, run.policy_version)
+        swap = training.set_weights(state.params, run.policy_version)
 
         recorder.rollout(step, batch, advantage_PN, training.tokenizer)
-        recorder.event(step, "swap", policy_version=run.policy_version)
+        recorder.event(step, "swap", policy_version=run.policy_version, **swap)
         done = Step(step, batch, advantage_PN, metrics, validate_policy(training, step), dispatched_s)
         run = replace(run, validation_tokens=run.validation_tokens + int(done.validation.get("validation.completion_tokens", 0)))
         if tracing:
@@ -327,7 +328,7 @@ def validate_policy(training: Training, step: int) -> dict[str, float]:
     if not config.validation.every_steps or (step + 1) % config.validation.every_steps:
         return {}
     prompts = first_per_task(training.splits.validation, config.validation.items_per_task)
-    result = evaluate(training.exam_engine, training.exam_graders, prompts, config.evaluation.temperature, config.evaluation.seed)
+    result = evaluate(training.exam_engine, training.exam_graders, prompts, exam_sampling(config))
     rates = {task: row["solve_rate"] for task, row in result["per_task"].items()}
     training.recorder.event(step, "validation", solve_rate=result["solve_rate"], mean_score=result["mean_score"], per_task=rates)
     shown = {f"validation.{name}": result[name] for name in ("solve_rate", "mean_score", "completion_tokens")}

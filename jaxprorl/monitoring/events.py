@@ -48,7 +48,11 @@ EVENTS: dict[str, tuple[str, str]] = {
     "refill": ("more prompts drawn to fill the batch", "round, prompts (count)"),
     "cap_reached": ("no more prompts may be drawn this step", "drawn, kept, wanted"),
     "skipped_updates": ("gradients that are not finite: the updates were skipped", "count, in_a_row"),
-    "swap": ("the engine took new weights", "policy_version, mismatch_max?"),
+    "swap": (
+        "the engine took new weights",
+        "policy_version; of workers: bytes? (of the weights), probe_nats? (largest difference to the trainer's log-probs), "
+        "lost_workers? (since the swap before), time_swap_s?, time_load_s? (of the slowest)",
+    ),
     "validation": ("validation split graded", "solve_rate, mean_score, per_task?"),
     "grader_errors": ("samples without a score", "count, share, graders?, examples?"),
     "checkpoint": ("a checkpoint was written", "checkpoint_step?, bytes?, time_s?"),

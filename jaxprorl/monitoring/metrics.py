@@ -87,6 +87,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "validation.items": ("items", "their number"),
     "validation.completion_tokens": ("tokens", "sampled for them"),
     "validation.TASK": ("share", "validation items of one task solved"),
+    "rollout.slot_use": ("share", "decode steps of the embedded engine's slots that made a token of a completion"),
     "time.rollout_s": ("s", "sampling"),
     "time.update_s": ("s", "optimizer updates"),
     "time.grading_wait_s": ("s", "waiting for graders after the last completion"),

@@ -19,7 +19,7 @@ from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import Params, Qwen2Config, build
 from jaxprorl.rollout.cache import Cache, Layout, cache_bytes, cache_shardings, empty_cache, make_layout
 from jaxprorl.rollout.decoding import ORDER_COLUMNS, Slots, decode, empty_slots, make_rules, prefill
-from jaxprorl.rollout.engine import Sampling
+from jaxprorl.rollout.engine import Sampling, exam_sampling
 from jaxprorl.rollout.schedule import Prefill, Running, Schedule
 from jaxprorl.sharding.mesh import batch_sharding, replicated
 from jaxprorl.sharding.strategies import AXES, BATCH_AXES
@@ -51,14 +51,15 @@ class JaxEngine:
         self._held: tuple[int, Cache, Slots] | None = None  # the cache is kept between calls for groups of the same size
         self._slot_steps = self._tokens = 0
 
-    def compile(self, params: Params, samples: Sequence[int], truncated: bool = False) -> None:
+    def compile(self, params: Params, samples: Sequence[int]) -> None:
         """Compiles prefilling and decoding for each group size. `params` may be shapes with shardings.
 
-        Args:
-            truncated: whether sampling with top-k or top-p is wanted too.
+        Single samples, which evaluation takes, may also be drawn with top-k and top-p if `config.evaluation` does so.
         """
+        truncates = exam_sampling(self.config).truncated
         for n in dict.fromkeys(samples):
-            self._executables[n] = self._compile(params, make_layout(self.config, n, self.mesh), (False, True) if truncated else (False,))
+            layout = make_layout(self.config, n, self.mesh)
+            self._executables[n] = self._compile(params, layout, (False, True) if truncates and n == 1 else (False,))
 
     def _compile(self, params: Params, layout: Layout, truncations: Sequence[bool]) -> _Executables:
         c, dtype, mesh = self.model_config, self.config.model.dtype, self.mesh
@@ -115,15 +116,16 @@ class JaxEngine:
         """Memory that decoding groups of this size takes beside weights and activations, over all devices."""
         return cache_bytes(self._executables[samples].layout, self.model_config, self.config.model.dtype)
 
-    def set_weights(self, params: Params, version: int) -> None:
+    def set_weights(self, params: Params, version: int) -> dict[str, float]:
         """Swaps the policy; the arrays are shared, not copied."""
         self._params, self._version = params, version
+        return {}
 
-    def slot_use(self) -> float:
-        """Share of the slots' decode steps that made a token of a completion, since this was last asked; 1 when there were none."""
+    def statistics(self) -> dict[str, float]:
+        """`slot_use`: share of the slots' decode steps that made a token of a completion."""
         share = self._tokens / self._slot_steps if self._slot_steps else 1.0
         self._slot_steps = self._tokens = 0
-        return share
+        return {"slot_use": share}
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, limit: Callable[[int, int], int] | None = None
@@ -196,6 +198,9 @@ class JaxEngine:
         token_ids, logprobs = np.concatenate(running.token_ids), np.concatenate(running.logprobs)
         reason: FinishReason = "stop" if token_ids[-1] in self.rules.stop_ids else "length"
         return Completion(running.prompt.prompt_id, running.sample, token_ids, logprobs, reason, ((version, 0, len(token_ids)),))
+
+    def close(self) -> None:
+        """Nothing to free."""
 
 
 def _empty(layout: Layout, c: Qwen2Config, dtype: str) -> tuple[Cache, Slots]:

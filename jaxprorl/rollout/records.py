@@ -34,7 +34,7 @@ class Request:
     Attributes:
         request: number that `Finished` and `Aborted` refer to; attempt: how often this sample was asked for before.
         token_ids: of the prompt.
-        temperature: 0 = greedy.
+        temperature: 0 = greedy; top_k: 0 = all tokens may be drawn; top_p: 1 = likewise.
         seed: of this sample's draws.
         stop_ids: token ids that end it.
     """
@@ -45,6 +45,8 @@ class Request:
     sample: int
     token_ids: Int32_T
     temperature: float
+    top_k: int
+    top_p: float
     seed: int
     min_tokens: int
     max_tokens: int

@@ -22,11 +22,17 @@ class FakeEngine:
         self.order = None if order_seed is None else np.random.RandomState(order_seed)
         self.calls: list[list[int]] = []
         self.samplings: list[Sampling] = []
+        self.generated = 5  # by others, before
 
     def set_weights(self, params: Any, version: int) -> None:
         raise AssertionError("a rollout swaps no weights")
 
+    def statistics(self) -> dict[str, float]:
+        counted, self.generated = self.generated, 0
+        return {"generated": counted}
+
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Completion]:
+        self.generated += len(prompts)
         self.calls.append([prompt.prompt_id for prompt in prompts])
         self.samplings.append(sampling)
         keys = [(prompt.prompt_id, sample) for prompt in prompts for sample in range(sampling.samples)]

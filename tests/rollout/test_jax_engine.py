@@ -292,22 +292,22 @@ def test_slot_counts_agree_in_log_probs(engine: JaxEngine, narrow: JaxEngine) ->
 
 @pytest.mark.slow
 def test_skewed_lengths_keep_the_slots_busy_and_samples_leave_as_they_end(narrow: JaxEngine) -> None:
-    narrow.slot_use()
+    narrow.statistics()
     with no_compilation():
         completions = list(narrow.generate([make_prompt(i) for i in range(128)], SAMPLING, skewed_limit))
     assert len(completions) == 512 and max(len(c.token_ids) for c in completions) == 40
-    use = narrow.slot_use()
+    use = narrow.statistics()["slot_use"]
     print(f"slot use: {use:.3f}")
     assert 0.85 <= use <= 1
-    assert narrow.slot_use() == 1.0  # nothing since
+    assert narrow.statistics() == {"slot_use": 1.0}  # nothing since
     assert len(completions[0].token_ids) == min(skewed_limit(i, n) for i in range(2) for n in range(4))  # the shortest of the first ones
 
 
 @pytest.mark.slow
 def test_truncated_sampling_and_minimum_length() -> None:
-    engine = make_engine(tiny_config(rollout__min_response_tokens=5), samples=[])
-    params = placed(random_params(MODEL))
-    engine.compile(params, [1], truncated=True)
+    config = tiny_config(rollout__min_response_tokens=5)
+    config.evaluation.top_p = 0.9
+    engine = make_engine(config, samples=[1])
     greedy = generate(engine, prompts(), GREEDY)
     assert min(len(c.token_ids) for c in greedy.values()) >= 5
     only_best = generate(engine, prompts(), Sampling(1, 1.0, 3, 5, top_k=1))

@@ -18,8 +18,7 @@ def get_config() -> ConfigDict:
     c.budget.kind = "completion_tokens"  # sampled tokens, validations' included; or "updates", "prompts" or "steps"
     c.budget.size = 0  # in that unit
 
-    # What is asked: "outcome" compares `metric` over seeds, "speed" the cost of a step and the numbers that strategies give.
-    c.question = "outcome"
+    c.question = "outcome"  # "outcome" compares `metric` over seeds; "speed" the cost of a step, and the losses
     c.metric = "held_out.solve_rate"  # or "held_out.mean_score", "held_out.greedy_solve_rate", "validation.solve_rate" (the last one's)
     c.control = ""  # arm that each other arm is compared with; empty = all pairs
     c.confidence = 0.95  # of intervals, and of the whole family of comparisons once corrected

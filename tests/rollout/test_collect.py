@@ -95,6 +95,7 @@ def test_a_full_batch_needs_no_refill() -> None:
     assert ids(batch.groups) == ids(batch.trained) == order(config, 4, 20, first=3)
     assert (batch.refills, batch.first_position, batch.positions) == ([], 3, 4)
     assert engine.samplings == [Sampling(4, config.rollout.temperature, config.seed, 7)]
+    assert batch.engine == {"generated": 4}  # what others asked for before does not count
     for group in batch.groups:
         assert [c.sample for c in group.completions] == [0, 1, 2, 3]
         assert [c.prompt_id for c in group.completions] == [group.prompt.prompt_id] * 4

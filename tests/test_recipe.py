@@ -108,7 +108,7 @@ def test_a_stage_may_not_change(field: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rollout.samples_per_prompt": 12}, "rollout.slots = 256: must divide by rollout.samples_per_prompt x the 2 devices"),
+        ({"rollout.slots": 251}, "rollout.slots = 251: must divide by the 2 devices"),
         ({"rollout.max_response_tokens": 96}, "batch.row_tokens = 96: a row must hold the longest sequence"),
         ({"algorithm.advantage": "gae"}, "algorithm.advantage = 'gae': choose one of grpo"),
         ({"resets.kl_spike.on": True, "resets.kl_spike.z": 0.0}, "resets.kl_spike.z, above = (0.0, 0.0)"),

@@ -11,11 +11,12 @@ from jaxprorl.run_folder import RunFolder
 
 def test_the_steps_asked_for_are_traced_and_no_others(tmp_path: Path) -> None:
     config, folder = tiny_config(profile_steps=(1, 3)), RunFolder(tmp_path)
-    compiled = {step: jax.jit(traced(step)).lower(jnp.zeros(8)).compile() for step in range(4)}
+    given = jnp.zeros(8)
+    compiled = {step: jax.jit(traced(step)).lower(given).compile() for step in range(4)}
     for step in range(4):
         tracing = start_trace(config, folder, step)
         assert tracing == (step in (1, 3))
-        result = compiled[step](jnp.zeros(8))
+        result = compiled[step](given)
         if tracing:
             stop_trace(result)
     assert {path.name for path in folder.profiles.iterdir()} == {"step_000001", "step_000003"}

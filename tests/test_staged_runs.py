@@ -9,6 +9,7 @@ import tiny_run
 
 from jaxprorl import commit
 from jaxprorl.checkpoint_diff import compare
+from jaxprorl.data.mixture import prompt_index
 from jaxprorl.resets.commands import TAKEN
 from jaxprorl.resets.replay import replay
 
@@ -84,7 +85,6 @@ def test_stages_follow_one_another_and_the_last_ends_the_run(staged: Path) -> No
 
 def test_what_a_stage_changes_holds_in_its_steps(staged: Path) -> None:
     rows = tiny_run.lines(staged / "metrics.jsonl")
-    assert all(("reward.number_filtering" in row) == (row["stage"] > 1) for row in rows), "the mix"
     assert [row["updates"] for row in rows] == [2, 2, 2, 1, 1]
     assert all(row["learning_rate"] == pytest.approx(2e-3) for row in rows), "a change stays"
     assert all(row["response_tokens.max"] <= LIMITS[row["stage"]] for row in rows)
@@ -92,6 +92,20 @@ def test_what_a_stage_changes_holds_in_its_steps(staged: Path) -> None:
         samples = pq.read_table(staged / f"samples/step_{row['step']:06d}.parquet").to_pylist()
         assert len({(sample["prompt_id"], sample["sample"]) for sample in samples}) == len(samples)
         assert {sample["sample"] for sample in samples} == set(range(SAMPLES[row["stage"]]))
+
+
+def test_every_stage_draws_from_its_mix_in_its_own_order(staged: Path) -> None:
+    """Of the 120 prompts the first 60 are chain_sum's. From stage 2 on every step draws 8 of all."""
+    begun = {event["number"]: event["step"] for event in events_of(staged, "stage")}
+    for row in tiny_run.lines(staged / "metrics.jsonl"):
+        samples = pq.read_table(staged / f"samples/step_{row['step']:06d}.parquet").to_pylist()
+        tasks = [sample["task"] for sample in samples if sample["sample"] == 0]
+        if row["stage"] == 1:
+            assert set(tasks) == {"chain_sum"}
+        else:
+            start = 8 * (row["step"] - begun[row["stage"]])
+            indices = [prompt_index(0, position, 120, row["stage"] - 1) for position in range(start, start + 8)]
+            assert tasks == ["chain_sum" if index < 60 else "number_filtering" for index in indices]
 
 
 def test_groups_that_do_not_fit_the_next_stage_are_dropped_and_counted(staged: Path) -> None:

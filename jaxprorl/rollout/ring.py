@@ -3,20 +3,21 @@
     header, 4096 bytes | data, `capacity` bytes
     record: position u64, length u64, checksum u64 (CRC-32 of position, length and payload), payload, padding up to a multiple of 8
 
-Positions count bytes since the beginning and never wrap; the place in the data area is position modulo capacity. A record's position is its
-sequence number: no other record of the ring has it, and one store moves from one to the next, so that an exception (Ctrl-C) in
-the middle of `write` or `read` costs nothing but that call. The writer
-stores `begun` (where the record will end), then the record, then `committed`: **a record exists if and only if it lies before
-`committed`**, so a writer killed at any byte leaves all of a record or nothing, and `begun > committed` then tells that it died
-in the middle. The reader copies a record, checks the copy, moves `read` past it and hands it out: each record exactly once.
-`read` is of no use to a later reader: the reader of completions is the trainer, whose crash ends the run, and a new run
-makes new rings. Nor does a ring get a second writer: a restarted worker gets a new one.
+Positions count bytes since the beginning and never wrap; the place in the data area is position modulo capacity. A record's
+position is its sequence number: no other record of the ring has it, and one store moves from one record to the next.
 
-What is relied on: header words are 8-byte aligned and each is stored and loaded by one machine instruction (memoryview items of
-format Q), has one writer, and lies on a cache line with words of the same writer. x86-64 makes one process's stores visible in order,
-so `committed` never appears before the record. aarch64 does not promise that: there the checksum, which covers position and
-length, does not match until the record is visible, and the reader looks again for VISIBLE_WITHIN_S
-before it calls the record damaged. Times are those of CLOCK_MONOTONIC, which processes of one machine share.
+The writer stores `begun` (where the record will end), then the record, then `committed`: **a record exists if and only if it lies
+before `committed`**. A writer killed at any byte leaves all of a record or nothing, and `begun > committed` then tells that it died in
+the middle; one that an exception interrupted may go on. The reader copies a record, checks the copy, moves `read` past it and hands it
+out: each record at most once, and exactly once to a reader that is not interrupted. `read` is of no use to a later reader: the reader
+of results is the trainer, whose crash ends the run, and a new run makes new rings. Nor does a ring get a second writer: a
+restarted worker gets a new one.
+
+What is relied on: header words are 8-byte aligned, each has one writer and lies on a cache line with words of the same writer, and
+CPython stores and loads each (an item of a memoryview of format Q) by one machine instruction. x86-64 makes one process's stores
+visible in order, so `committed` never appears before the record. aarch64 does not promise that: there the checksum, which covers
+position and length, does not match until the record is visible, and the reader looks again for VISIBLE_WITHIN_S before it calls
+the record damaged. Times are those of CLOCK_MONOTONIC, which processes of one machine share.
 Standard library only, Linux only: trainer and worker share this module.
 """
 

@@ -8,9 +8,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxprorl.errors import RingFullError, SharedMemoryError
+from jaxprorl.rollout import ring
 from jaxprorl.rollout.ring import RingReader, State, record_bytes, status
 from tests.factories import PROPERTY
 from tests.rollout.rings import DyingWriter, new_ring
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "VISIBLE_WITHIN_S", 0.003)
 
 
 class RingMachine(RuleBasedStateMachine):

@@ -139,6 +139,8 @@ class VllmEngine:
             EngineError: a probe differs, or workers are lost too often.
         """
         started_s = time.perf_counter()
+        if version <= self._version:
+            raise ValueError(f"weights of version {version} after version {self._version}: each swap needs a higher one")
         self._channel.write(params, version)
         self._params, self._version = params, version
         self._facts = {"bytes": self._channel.size_bytes, "time_load_s": 0.0, "probe_nats": 0.0}

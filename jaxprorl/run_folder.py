@@ -13,7 +13,7 @@ from jaxprorl.run_lock import RunLock
 
 # Fields that may change between the first start and a resume: they do not change what a step computes.
 FREE_FIELDS = (
-    "steps", "on_existing", "cache_dir", "runs_dir", "monitoring.", "checkpoint.", "grading.workers",
+    "steps", "budget.", "on_existing", "cache_dir", "runs_dir", "profile_steps", "monitoring.", "checkpoint.", "grading.workers",
     "rollout.vllm.python", "rollout.vllm.devices", "rollout.vllm.ring_mb", "rollout.vllm.max_restarts", "rollout.vllm.deadlines.",
 )  # fmt: skip
 
@@ -53,6 +53,11 @@ class RunFolder:
     def tensorboard(self) -> Path:
         """Derived from metrics and events."""
         return self.path / "tensorboard"
+
+    @property
+    def profiles(self) -> Path:
+        """One folder of jax.profiler traces per step of `profile_steps`."""
+        return self.path / "profiles"
 
     @property
     def base_model(self) -> Path:

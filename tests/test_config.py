@@ -29,6 +29,8 @@ def load(*overrides: str, file: str = QUICKSTART) -> ConfigDict:
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("[!_]*.py")), ids=lambda path: path.stem)
 def test_shipped_configs_are_valid(file: Path, tmp_path: Path) -> None:
+    if file.stem == "prorl_1p5b":  # refused while domains are missing: test_recipe.py
+        return
     if file.stem in ("prorl_v1", "prorl_v2"):  # the model's folder is the user's
         with pytest.raises(ConfigError, match=r"model\.path = 'models/DeepSeek-R1-Distill-Qwen-1\.5B': no such folder"):
             load(file=str(file))
@@ -123,6 +125,9 @@ WRONG_VALUES = {
     "seed=-1": "0 or more",
     "seed=4294967296": "below 2^32",
     "evaluation.seed=4294967296": "below 2^32",
+    "profile_steps=(-1,)": "whole numbers from 0 to steps - 1 = 99",
+    "profile_steps=(100,)": "whole numbers from 0 to steps - 1 = 99",
+    "profile_steps=(1.5,)": "whole numbers from 0 to steps - 1 = 99",
     "optimizer.learning_rate=nan": "greater than 0",
     "optimizer.learning_rate=inf": "greater than 0",
     "algorithm.clip_low=1.5": "between 0 and 1",
@@ -138,7 +143,7 @@ WRONG_VALUES = {
     "algorithm.correction=tis": "off, truncated, icepop, geometric_mask",
     "algorithm.old_logp=current": "trainer, engine",
     "algorithm.entropy_bonus=-0.1": "0 or more",
-    "filtering.rule=std": "spread, accuracy",
+    "filtering.rule=std": "spread, accuracy, off",
     "filtering.tolerance=-1.0": "0 or more",
     "shaping.stopping=both": "off, overlong, non_termination, stop_properly",
     "shaping.coefficient=1.5": "between 0 and 1",
@@ -149,9 +154,8 @@ WRONG_VALUES = {
     "rollout.max_staleness=-1": "0 or more",
     "rollout.temperature=0.0": "greater than 0",
     "rollout.samples_per_prompt=1": "at least 2 samples",
-    "rollout.samples_per_prompt=7": "",  # reported for the field that must divide: rollout.slots
-    "rollout.slots=250": "rollout.samples_per_prompt x the 2 devices that share rows = 16, e.g. 256",
-    "rollout.decode_chunk_tokens=7": "divide rollout.max_response_tokens = 48",
+    "rollout.slots=251": "divide by the 2 devices that share rows, e.g. 252",
+    "rollout.min_response_tokens=49": "rollout.max_response_tokens = 48",
     "rollout.max_response_tokens=480": "",  # reported for batch.row_tokens
     "batch.row_tokens=71": "rollout.max_prompt_tokens + rollout.max_response_tokens = 72",
     "batch.micro_batch_rows=15": "divide by the 2 devices that share the rows",
@@ -193,7 +197,6 @@ WRONG_VALUES = {
 }
 # Where another field than the one given is to blame, its name and value.
 BLAMED = {
-    "rollout.samples_per_prompt=7": ("rollout.slots = 256: ", "e.g. 266"),
     "rollout.max_response_tokens=480": ("batch.row_tokens = 96: ", "= 504"),
     "optimizer.b1=1.0": ("optimizer.b1, b2 = (1.0, ", "below 1"),
     "evaluation.reward=nowhere:f": ("evaluation.reward: reward = 'nowhere:f'", "put nowhere.py into"),
@@ -239,7 +242,8 @@ def test_triggers_and_alarms_that_cannot_work_are_refused(overrides: list[str], 
         assert word in str(caught.value)
 
 
-def test_steps_to_reset_at_are_a_tuple_on_the_command_line() -> None:
+def test_steps_are_a_tuple_on_the_command_line() -> None:
+    assert load("profile_steps=(0,99)").profile_steps == (0, 99)
     assert load("resets.at_steps=(3,5)").resets.at_steps == (3, 5)
     assert load("resets.at_steps=7,").resets.at_steps == (7,)
     assert load().resets.at_steps == ()

@@ -176,6 +176,14 @@ def test_another_seed_differs(place: Path, reference: Path) -> None:
     assert json.loads((run / "summary.json").read_text())["seed"] == 1
 
 
+def test_profiled_steps_leave_traces_and_change_no_number(reference: Path, place: Path) -> None:
+    tiny_run.train(place, "profile_steps=(1,4)")
+    run = place / "runs/tiny"
+    assert {path.name for path in (run / "profiles").iterdir()} == {"step_000001", "step_000004"}
+    assert all(list((run / "profiles" / step).rglob("*.xplane.pb")) for step in ("step_000001", "step_000004"))
+    assert_same_run(run, reference)
+
+
 def test_killed_again_and_again_it_goes_on_and_equals_the_uninterrupted_run(place_without_model: Path, reference: Path) -> None:
     run = place_without_model / "runs/tiny"
 

@@ -36,10 +36,16 @@ def has_mixed_accuracy(reward_PN: np.ndarray, mask_PN: np.ndarray) -> np.ndarray
     return (right_P > 0) & (right_P < counted.sum(axis=1))
 
 
+def keep_all(reward_PN: np.ndarray, mask_PN: np.ndarray) -> np.ndarray:
+    """keep_P: True everywhere, as without dynamic sampling (GRPO, arXiv 2402.03300); groups without spread get advantages of 0."""
+    return np.ones(len(reward_PN), bool)
+
+
 # Rules by name; each takes reward_PN, mask_PN and the tolerance.
 FILTERS: dict[str, Callable[[np.ndarray, np.ndarray, float], np.ndarray]] = {
     "spread": has_spread,
     "accuracy": lambda reward_PN, mask_PN, tolerance: has_mixed_accuracy(reward_PN, mask_PN),
+    "off": lambda reward_PN, mask_PN, tolerance: keep_all(reward_PN, mask_PN),
 }
 
 

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ml_collections import ConfigDict
+
 from jaxprorl.types import Completion, Prompt
 
 
@@ -27,6 +29,17 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
 
+    @property
+    def truncated(self) -> bool:
+        """Whether some tokens are never drawn."""
+        return self.top_k > 0 or self.top_p < 1.0
+
+
+def exam_sampling(config: ConfigDict) -> Sampling:
+    """How `config.evaluation` samples."""
+    c = config.evaluation
+    return Sampling(1, c.temperature, c.seed, step=0, top_k=c.top_k, top_p=c.top_p)
+
 
 class Engine(Protocol):
     """Generates completions with the weights of the last swap."""
@@ -46,6 +59,9 @@ class Engine(Protocol):
 
         The first decode steps are dispatched before the iterator is first advanced.
         """
+
+    def statistics(self) -> Mapping[str, float]:
+        """Numbers about what was generated since this was last asked, by the names that follow `rollout.` in the metrics."""
 
     def close(self) -> None:
         """Frees what the engine holds beside memory of this process."""

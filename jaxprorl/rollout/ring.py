@@ -52,7 +52,6 @@ class State(IntEnum):
 
     STARTING = 0
     READY = 1
-    DRAINING = 2
     FAILED = 3
     CLOSED = 4
 

@@ -172,6 +172,10 @@ class VllmEngine:
             self._until(lambda: bool(answers))
             yield answers.popleft()
 
+    def statistics(self) -> dict[str, float]:
+        """Nothing: vLLM's scheduler has no slots."""
+        return {}
+
     def close(self) -> None:
         """Ends the workers and frees the shared memory."""
         for worker in self._workers:
@@ -190,7 +194,7 @@ class VllmEngine:
             top_k=sampling.top_k,
             top_p=float(sampling.top_p),
             seed=draw_seed(sampling, prompt_id, sample),
-            min_tokens=0,
+            min_tokens=self._config.rollout.min_response_tokens,
             max_tokens=self._config.rollout.max_response_tokens,
             stop_ids=self._stop_ids,
         )

@@ -70,6 +70,11 @@ def test_the_tolerance_reaches_the_rule_that_reads_it() -> None:
     assert not keeps_signal("spread", reward_PN, np.ones((1, 2)), 0.2).any()
 
 
+def test_off_keeps_groups_without_spread_and_without_samples() -> None:
+    reward_PN, mask_PN = np.array([[1, 0], [1, 1], [0, 0], [0.5, 0.5]]), np.array([[1, 1], [1, 1], [1, 1], [0, 0]])
+    np.testing.assert_array_equal(keeps_signal("off", reward_PN, mask_PN, 1e-6), [True] * 4)
+
+
 @pytest.mark.parametrize("kind", FILTERS)
 def test_no_groups_keep_none(kind: str) -> None:
     assert keeps_signal(kind, np.zeros((0, 4)), np.zeros((0, 4)), 1e-6).shape == (0,)

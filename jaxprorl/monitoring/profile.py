@@ -1,0 +1,24 @@
+"""Traces of single steps for TensorBoard, XProf or Perfetto, by jax.profiler."""
+
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxprorl.run_folder import RunFolder
+
+
+def start_trace(config: ConfigDict, folder: RunFolder, step: int) -> bool:
+    """Starts the trace of a step that `config.profile_steps` names, into `profiles/step_NNNNNN`; whether it did."""
+    if step not in config.profile_steps:
+        return False
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # every Python call would be in it, and slow the step down
+    jax.profiler.start_trace(folder.profiles / f"step_{step:06d}", profiler_options=options)
+    return True
+
+
+def stop_trace(results: Any) -> None:
+    """Ends it once the arrays in `results` are there: devices would otherwise still be at work on the step."""
+    jax.block_until_ready(results)
+    jax.profiler.stop_trace()

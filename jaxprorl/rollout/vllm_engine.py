@@ -113,9 +113,15 @@ class VllmEngine:
             )
             for number in range(c.workers)
         ]
-        self._workers = [Worker(WorkerProcess(launch), WorkerState(Stage.STARTING, time.monotonic())) for launch in self._launches]
         d = c.deadlines
         self._limits_s = {Stage.STARTING: d.start_s, Stage.DRAINING: d.drain_s, Stage.LOADING: d.load_s, Stage.PROBING: d.probe_s}
+        self._workers: list[Worker] = []
+        try:
+            for launch in self._launches:
+                self._workers.append(Worker(WorkerProcess(launch), WorkerState(Stage.STARTING, time.monotonic())))
+        except BaseException:
+            self.close()
+            raise
 
     def compile(self, params: Params, samples: Sequence[int]) -> None:
         """Compiles what a swap needs; sampling is the workers' own business. `params` may be shapes with shardings."""
@@ -133,6 +139,8 @@ class VllmEngine:
             EngineError: a probe differs, or workers are lost too often.
         """
         started_s = time.perf_counter()
+        if version <= self._version:
+            raise ValueError(f"weights of version {version} after version {self._version}: each swap needs a higher one")
         self._channel.write(params, version)
         self._params, self._version = params, version
         self._facts = {"bytes": self._channel.size_bytes, "time_load_s": 0.0, "probe_nats": 0.0}

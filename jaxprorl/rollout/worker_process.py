@@ -78,8 +78,13 @@ class WorkerProcess:
 
     def __init__(self, launch: Launch):
         self._launch = launch
-        self._segments = [self._segment(role) for role in ("commands", "results")]
-        commands, results = self._segments
+        commands = self._segment("commands")
+        try:
+            results = self._segment("results")
+        except SharedMemoryError:
+            commands.close()
+            raise
+        self._segments = commands, results
         self._commands, self._results = RingWriter(commands.buffer), RingReader(results.buffer)
         self._results_buffer = results.buffer
         self._outbox: deque[bytes] = deque()

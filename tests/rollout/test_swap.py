@@ -25,7 +25,7 @@ LEGAL = {
 }
 
 
-@pytest.mark.parametrize(("stage", "event"), itertools.product(Stage, Event))
+@pytest.mark.parametrize(("stage", "event"), list(itertools.product(Stage, Event)))
 def test_every_event_in_every_stage(stage: Stage, event: Event) -> None:
     state = WorkerState(stage, since_s=1.0, version=4)
     version = 5 if event is Event.SWAP else None

@@ -266,11 +266,17 @@ def test_weights_that_are_not_the_trainers_fail_the_swap_loudly(shared: Rig, mon
     ):
         shared.swap(seed=1)
     monkeypatch.undo()
-    del shared.params[max(shared.params)]
     # The engine is of no more use to a run, which ends. For the tests that share it, the worker is made to start afresh.
     os.kill(shared.pids()[0], signal.SIGKILL)
     shared.swap(seed=1)
     check_log_probs(shared, generate(shared), SAMPLING.temperature)
+
+
+def test_a_version_is_used_once(shared: Rig) -> None:
+    """Two buffers of the same version would leave a worker the choice."""
+    version = max(shared.params)
+    with pytest.raises(ValueError, match=f"version {version} after version {version}"):
+        shared.engine.set_weights({}, version)
 
 
 def test_two_workers_answer_what_one_would(pair: Rig, reference_python: Path, cache: Path, tmp_path: Path) -> None:

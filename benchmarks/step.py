@@ -118,11 +118,11 @@ def measure(training: Training, preemption: Preemption) -> tuple[list[float], di
     update_s: list[float] = []
     with no_compilation(), preemption.guarded():
         loop(training, preemption)
-        training.compiled = dataclasses.replace(
-            training.compiled,
-            log_probs=timed(training.compiled.log_probs, log_probs_s),
-            train_step=timed(training.compiled.train_step, update_s),
+        compiled = training.setting.compiled
+        compiled = dataclasses.replace(
+            compiled, log_probs=timed(compiled.log_probs, log_probs_s), train_step=timed(compiled.train_step, update_s)
         )
+        training.setting = dataclasses.replace(training.setting, compiled=compiled)
         with config.unlocked():
             config.steps = 2 * steps
         loop(training, preemption)

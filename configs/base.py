@@ -3,7 +3,28 @@
 Each value here is a default that is small enough to run anywhere; `quickstart.py` is the worked example.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from ml_collections import ConfigDict
+
+
+def stage(
+    name: str,
+    steps: int,  # it ends after so many; with another `end`, at the latest
+    changes: Mapping[str, Any] | None = None,  # dotted field -> its value from this stage on
+    reset_reference: bool = False,  # at its start the reference becomes the policy
+    reset_optimizer: str = "none",  # and what of the optimizer starts afresh, as in resets.optimizer
+    end: str = "steps",  # "steps", "plateau" (validation is flat, or falls; not if resets.blind) or "manual" (launch/reset.py --next-stage)
+    patience: int = 3,  # of "plateau": validations in each of the two blocks that are compared
+    min_change: float = 0.05,  # solve rate: a plateau is when the whole interval of the gain lies below this
+    confidence: float = 0.95,  # of that interval
+) -> dict[str, Any]:
+    """One of `stages`, in order (docs/stages.md)."""
+    return {
+        "name": name, "steps": steps, "changes": dict(changes or {}), "reset_reference": reset_reference,
+        "reset_optimizer": reset_optimizer, "end": end, "patience": patience, "min_change": min_change, "confidence": confidence,
+    }  # fmt: skip
 
 
 def get_config() -> ConfigDict:
@@ -13,9 +34,16 @@ def get_config() -> ConfigDict:
     c.runs_dir = "runs"  # folder of all runs
     c.cache_dir = ".cache"  # compiled executables and warm-start models, shared by runs; safe to delete
     c.seed = 0  # warm start, prompt order and sampling; the data has seeds of its own
-    c.steps = 100  # RL length: one step = one rollout batch and its `batch.updates` optimizer updates
+    c.steps = 100  # RL length at most: one step = one rollout batch and its `batch.updates` updates; also over when its last stage ends
+    c.stages = ()  # what changes on the way, in order, each made by `stage` above (docs/stages.md); () = the whole run is one
     c.on_existing = "resume"  # run folder exists already: "resume" = go on from its last checkpoint; "replace" = move it aside, start over
     c.profile_steps = ()  # steps whose jax.profiler traces go to RUN/profiles; such a step waits for its own update. () = none
+
+    # A run also ends at the first step boundary at which one of these is used up: it is then matched to others within one step. 0 = none.
+    c.budget = ConfigDict()
+    c.budget.completion_tokens = 0  # sampled tokens, those of periodic validations included
+    c.budget.updates = 0  # optimizer updates, skipped ones included
+    c.budget.prompts = 0  # places of the prompt order
 
     # The policy. `path` names a Hugging Face folder; empty = the warm-start model of the shape below is made first (and cached).
     c.model = ConfigDict()
@@ -44,6 +72,7 @@ def get_config() -> ConfigDict:
     c.data.train_seed = 1_000_000  # first seed of each split; item i of a split uses seed + i
     c.data.validation_seed = 3_000_000  # as above; the ranges must not meet, which is checked
     c.data.held_out_seed = 5_000_000  # as above
+    c.data.mix = ()  # domains (jaxprorl/data/domains.py) and tasks that training draws from; () = all. Evaluation always takes all
     c.data.system_prompt = ""  # system message of the chat template; empty = none
 
     # Supervised warm start: the base model of runs without `model.path` (see jaxprorl/warmstart).
@@ -66,13 +95,37 @@ def get_config() -> ConfigDict:
 
     # Rollouts.
     c.rollout = ConfigDict()
+    c.rollout.engine = "jax"  # "jax" = in this process, on its devices; "vllm" = worker processes (docs/rollouts.md)
     c.rollout.samples_per_prompt = 8  # n, group size (ProRL: 16)
     c.rollout.temperature = 1.2  # ProRL section 3.2; log-probs are taken at this temperature everywhere
     c.rollout.max_prompt_tokens = 24  # longer prompts are refused at start
     c.rollout.max_response_tokens = 48  # a completion that reaches it without a stop id finishes as `length`
-    c.rollout.slots = 256  # completions decoded together; memory of the cache = slots x (prompt + response) tokens
+    c.rollout.min_response_tokens = 0  # no stop id is drawn before so many tokens; log-probs are the policy's all the same
+    c.rollout.slots = 256  # completions decoded together; a free one takes the next sample. They and the limits decide the cache's memory
     c.rollout.max_staleness = 0  # weight swaps that a group may lag behind when trained on; 0 = on-policy: one without room is discarded
     c.rollout.decode_chunk_tokens = 12  # decode steps per dispatch; finished samples reach the graders between dispatches
+
+    # Workers of rollout.engine = "vllm"; sizes and failures are in docs/rollouts.md.
+    c.rollout.vllm = ConfigDict()
+    c.rollout.vllm.python = ".venv-vllm/bin/python"  # interpreter that has vLLM; `bash launch/install_vllm.sh` makes this one
+    c.rollout.vllm.workers = 1  # processes with an engine each; they share rollout.slots and the prompts of a batch
+    c.rollout.vllm.devices = ()  # CUDA_VISIBLE_DEVICES of each worker, e.g. ("0", "1"); empty = as the trainer's
+    c.rollout.vllm.threads = 1  # of each worker on CPU; more than its share of free cores makes it many times slower
+    c.rollout.vllm.dtype = "float32"  # of weights (also on their way) and computation; or "bfloat16"
+    c.rollout.vllm.eager = True  # False = vLLM compiles and captures the model: slower start, faster decoding on GPU
+    c.rollout.vllm.block_tokens = 32  # of the cache; on CPU a multiple of 32
+    c.rollout.vllm.cache_mb = 0.0  # keys and values per worker, MB; 0 = enough for every slot at full length
+    c.rollout.vllm.ring_mb = 8.0  # of each of a worker's two rings; must hold a few of the longest completions (8 bytes per token)
+    c.rollout.vllm.swap = "drain"  # requests under way when weights come: "drain" = they end first, "abort" = they start over after
+    c.rollout.vllm.probe_tolerance_nats = 0.0  # between engine's and trainer's log-probs after a swap; 0 = by dtype (rollout/probe.py)
+    c.rollout.vllm.max_restarts = 3  # workers lost and started again; one more ends the run with an error
+    c.rollout.vllm.deadlines = ConfigDict()  # seconds until a worker counts as lost
+    c.rollout.vllm.deadlines.start_s = 600.0  # from its start to an engine that is ready
+    c.rollout.vllm.deadlines.drain_s = 1800.0  # requests of the old weights end
+    c.rollout.vllm.deadlines.load_s = 300.0  # reading new weights
+    c.rollout.vllm.deadlines.probe_s = 120.0  # answering the probe
+    c.rollout.vllm.deadlines.beat_s = 120.0  # between two engine steps while it has requests
+    c.rollout.vllm.deadlines.answer_s = 1800.0  # between two finished requests while it has some
 
     # One rollout batch.
     c.batch = ConfigDict()
@@ -212,6 +265,8 @@ def get_config() -> ConfigDict:
     c.validation.items_per_task = 50  # the first of the validation split, the same each time
     c.evaluation = ConfigDict()  # before and after, on the held-out split
     c.evaluation.temperature = 1.0  # one sample per item; greedy beside it
+    c.evaluation.top_k = 0  # only so many of the likeliest tokens are drawn; 0 = all. Training always draws from all
+    c.evaluation.top_p = 1.0  # of those, only the fewest that hold this share of the mass (ProRL section 3.4: 0.95 at temperature 0.6)
     c.evaluation.seed = 20  # of the sampling; the same before and after
     c.evaluation.reward = "jaxprorl.rewards.puzzles:continuous"  # solved = value 1.0, mean_score = mean value; empty = `reward`
 

@@ -22,7 +22,7 @@ from jaxprorl.errors import CheckpointError
 from jaxprorl.models.qwen2 import Params
 from jaxprorl.state import RunState, TrainState
 
-SCHEMA = 4  # raise it when the content of a checkpoint changes meaning
+SCHEMA = 6  # raise it when the content of a checkpoint changes meaning
 SPARE_BYTES = 64 << 20  # left free on the disk beside what a checkpoint needs
 
 

@@ -15,14 +15,16 @@ from ml_collections import ConfigDict, config_flags
 from jaxprorl.data import reasoning_gym
 from jaxprorl.errors import ConfigError, DataError, RewardError
 from jaxprorl.models.compute import ATTENTION, REMAT
+from jaxprorl.recipe import OPTIMIZER_RESETS, check_mixes, check_stages, stage_configs, stages
 from jaxprorl.rewards import puzzles, registry
+from jaxprorl.rollout import preflight
 from jaxprorl.sharding.strategies import AXES, BATCH_AXES, STRATEGIES, mesh_sizes
 
 HINT = "every field, with its type and unit, is in configs/base.py"
 
 
-def load(argv: Sequence[str]) -> ConfigDict:
-    """The locked config of a command line: `--config=FILE` and any number of `--config.field=value`.
+def load(argv: Sequence[str], hint: str = HINT) -> ConfigDict:
+    """The locked config of a command line: `--config=FILE` and any number of `--config.field=value`. `hint` says where fields are listed.
 
     Raises:
         ConfigError: no such file, unknown field, value of the wrong type.
@@ -39,9 +41,9 @@ def load(argv: Sequence[str]) -> ConfigDict:
         with contextlib.redirect_stderr(io.StringIO()):
             rest = values(["train", *argv])
     except (flags.Error, ValueError, TypeError) as error:
-        raise ConfigError(f"{error}; {HINT}") from None
+        raise ConfigError(f"{error}; {hint}") from None
     except (KeyError, AttributeError) as error:
-        raise ConfigError(f"{_unknown_field(error, argv)}; {HINT}") from None
+        raise ConfigError(f"{_unknown_field(error, argv)}; {hint}") from None
     if len(rest) > 1:
         raise ConfigError(f"unexpected argument {rest[1]!r}: fields are set by --config.FIELD=VALUE")
     config: ConfigDict = values.config
@@ -63,11 +65,20 @@ def validate(config: ConfigDict) -> None:
     """Checks values and combinations.
 
     Raises:
-        ConfigError: the first field that cannot work.
+        ConfigError: the first field that cannot work, and the stage that has it.
     """
-    # Quick ones first.
-    for check in (_check_numbers, _check_choices, _check_objective, check_resets, _check_shapes, _check_rewards, _check_tasks):
+    check_stages(config)
+    check_mixes(config)
+    # Quick ones first; the last four look at what no stage may change.
+    of_a_stage = (_check_numbers, _check_choices, _check_objective, check_resets, _check_shapes)
+    for check in (*of_a_stage, _check_warm_start, _check_engine, _check_rewards, _check_tasks):
         check(config)
+    for stage, stage_config in zip(stages(config), stage_configs(config), strict=False):
+        try:
+            for check in of_a_stage:
+                check(stage_config)
+        except ConfigError as error:
+            raise ConfigError(f"stages: in stage {stage.name!r}, {error}") from None
 
 
 def to_json(config: ConfigDict) -> str:
@@ -81,8 +92,19 @@ def differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> Itera
         left, right = a.get(name), b.get(name)
         if isinstance(left, dict) and isinstance(right, dict):
             yield from differences(left, right, f"{prefix}{name}.")
+        elif _has_rows(left) and _has_rows(right):
+            yield from differences(_numbered(left), _numbered(right), f"{prefix}{name}.")
         elif left != right:
             yield f"{prefix}{name}", left, right
+
+
+def _has_rows(value: Any) -> bool:
+    """True for a list of dicts, like `stages`."""
+    return isinstance(value, list | tuple) and any(isinstance(row, dict) for row in value)
+
+
+def _numbered(rows: Any) -> dict[str, Any]:
+    return {str(number): row for number, row in enumerate(rows)}
 
 
 def _require(ok: bool, field: str, value: Any, remedy: str) -> None:
@@ -97,7 +119,9 @@ POSITIVE = (
     "warmstart.rows", "warmstart.row_tokens", "warmstart.learning_rate", "warmstart.skill_updates", "warmstart.max_skill_updates",
     "warmstart.gate_every_updates", "warmstart.gate_items_per_task", "warmstart.correction_updates", "warmstart.careless_learning_rate",
     "rollout.samples_per_prompt", "rollout.temperature", "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.slots",
-    "rollout.decode_chunk_tokens", "batch.prompts", "batch.refill_prompts", "batch.updates", "batch.row_tokens",
+    "rollout.decode_chunk_tokens", "rollout.vllm.workers", "rollout.vllm.threads", "rollout.vllm.block_tokens", "rollout.vllm.ring_mb",
+    *(f"rollout.vllm.deadlines.{name}_s" for name in ("start", "drain", "load", "probe", "beat", "answer")),
+    "batch.prompts", "batch.refill_prompts", "batch.updates", "batch.row_tokens",
     "batch.micro_batch_rows", "optimizer.learning_rate", "optimizer.eps", "optimizer.clip_norm",
     "optimizer.max_skipped_updates", "algorithm.correction_high", "shaping.cosine_on_steps", "shaping.buffer_tokens",
     "grading.workers", "grading.timeout_s", "validation.items_per_task", "evaluation.temperature", "checkpoint.every_steps",
@@ -106,17 +130,20 @@ POSITIVE = (
     "alarms.kl_spike.window", "alarms.mismatch_trend.window",
 )  # fmt: skip
 NOT_NEGATIVE = (
+    "budget.completion_tokens", "budget.updates", "budget.prompts",
     "seed", "data.train_seed", "data.validation_seed", "data.held_out_seed", "warmstart.warmup_updates", "warmstart.careless_updates",
     "warmstart.max_corrections",
     "algorithm.kl_coefficient", "algorithm.entropy_bonus", "algorithm.correction_low", "filtering.tolerance",
     "shaping.penalty", "shaping.cosine_weight",
-    "shaping.cosine_off_steps", "rollout.max_staleness", "optimizer.cosine_updates", "optimizer.warmup_updates", "optimizer.weight_decay",
+    "shaping.cosine_off_steps", "rollout.max_staleness", "rollout.min_response_tokens", "optimizer.cosine_updates",
+    "rollout.vllm.cache_mb", "rollout.vllm.probe_tolerance_nats",
+    "rollout.vllm.max_restarts", "optimizer.cosine_updates", "optimizer.warmup_updates", "optimizer.weight_decay",
     "resets.every_steps", "resets.warmup_updates", "resets.cooldown_steps", "resets.max_resets", "resets.kl_spike.z",
     "resets.kl_spike.above",
     "resets.entropy_collapse.floor", "alarms.kl_spike.z", "alarms.kl_spike.above", "alarms.entropy_collapse.floor",
     "alarms.skipped_updates.above", "alarms.mismatch_trend.slope", "alarms.mismatch_trend.z",
     "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.context",
-    "checkpoint.keep_every_steps", "checkpoint.keep_best", "validation.every_steps", "evaluation.seed",
+    "checkpoint.keep_every_steps", "checkpoint.keep_best", "validation.every_steps", "evaluation.top_k", "evaluation.seed",
 )  # fmt: skip
 SHARES = (
     "warmstart.gate_solve_rate", "warmstart.start_solve_rate", "warmstart.start_tolerance", "optimizer.b1", "optimizer.b2",
@@ -136,6 +163,9 @@ CHOICES = {
     "model.remat": REMAT,
     "checkpoint.on_damage": ("stop", "previous"),
     "mesh.strategy": tuple(STRATEGIES),
+    "rollout.engine": ("jax", "vllm"),
+    "rollout.vllm.dtype": ("float32", "bfloat16"),
+    "rollout.vllm.swap": ("drain", "abort"),
     "algorithm.advantage": ("grpo", "dr_grpo", "rloo", "reinforce_pp_trajectory", "reinforce_pp_token"),
     "algorithm.policy_loss": ("clipped", "gspo", "reinforce"),
     "algorithm.aggregation": ("token_mean", "sequence_mean", "dr_grpo"),
@@ -146,7 +176,7 @@ CHOICES = {
     "filtering.rule": ("spread", "accuracy", "off"),
     "shaping.stopping": ("off", "overlong", "non_termination", "stop_properly"),
     "optimizer.schedule": ("constant", "cosine"),
-    "resets.optimizer": ("all", "moments_and_bias", "moments", "none"),
+    "resets.optimizer": OPTIMIZER_RESETS,
     "resets.kl_spike.metric": KL_GAUGES,
     "alarms.kl_spike.metric": KL_GAUGES,
     **{f"alarms.{name}.action": ("off", "log", "reset", "pause", "stop") for name in ALARMS},
@@ -171,6 +201,8 @@ def _check_numbers(config: ConfigDict) -> None:
     for field in SHARES:
         value = field_value(config, field)
         _require(0 <= value <= 1, field, value, "must lie between 0 and 1")
+    top_p = config.evaluation.top_p
+    _require(0 < top_p <= 1, "evaluation.top_p", top_p, "must be above 0 and at most 1 (1 = all tokens)")
     for field in ("seed", "evaluation.seed"):
         value = field_value(config, field)
         _require(value < 2**32, field, value, "must be below 2^32")
@@ -295,6 +327,13 @@ def check_resets(config: ConfigDict) -> None:
     _require(window >= 5, "alarms.mismatch_trend.window", window, "a trend needs 5 steps or more")
 
 
+def _check_engine(config: ConfigDict) -> None:
+    if config.rollout.engine == "vllm":
+        preflight.check_settings(config)
+        if not config.model.path:  # else start reads it from the folder
+            preflight.check_model(config, config.model.head_dim, config.model.max_position_embeddings)
+
+
 def _check_rewards(config: ConfigDict) -> None:
     for field in ("reward", "evaluation.reward"):
         spec = config.reward if field == "reward" else config.evaluation.reward or config.reward
@@ -315,6 +354,26 @@ def _check_tasks(config: ConfigDict) -> None:
             raise ConfigError(f"data.tasks.{task}: {error}") from None
 
 
+def _row_devices(config: ConfigDict) -> int:
+    """Devices that share the rows of a batch, of those that a CPU run has."""
+    mesh = config.mesh
+    sizes = {axis: max(1, mesh[axis]) for axis in AXES}
+    rest = max(1, mesh.cpu_devices // math.prod(sizes.values()))
+    return sizes["data"] * sizes["fsdp"] * (rest if STRATEGIES[mesh.strategy].fills in BATCH_AXES else 1)
+
+
+def _check_warm_start(config: ConfigDict) -> None:
+    if config.model.path:
+        return
+    context, row_tokens = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens, config.warmstart.row_tokens
+    _require(
+        row_tokens >= context, "warmstart.row_tokens", row_tokens,
+        f"a row must hold the longest demonstration, rollout.max_prompt_tokens + rollout.max_response_tokens = {context}",
+    )  # fmt: skip
+    devices, rows = _row_devices(config), config.warmstart.rows
+    _require(rows % devices == 0, "warmstart.rows", rows, f"must divide by the {devices} devices that share the rows")
+
+
 def _check_shapes(config: ConfigDict) -> None:
     rollout, batch, model, mesh = config.rollout, config.batch, config.model, config.mesh
     sizes = {axis: max(1, mesh[axis]) for axis in AXES}
@@ -322,8 +381,7 @@ def _check_shapes(config: ConfigDict) -> None:
         mesh_sizes(mesh.strategy, sizes, math.prod(sizes.values()))  # how many devices there are is known only at start
     except ValueError as error:
         raise ConfigError(f"mesh.{error}") from None
-    rest = max(1, mesh.cpu_devices // math.prod(sizes.values()))
-    devices = sizes["data"] * sizes["fsdp"] * (rest if STRATEGIES[mesh.strategy].fills in BATCH_AXES else 1)  # they share the rows
+    devices = _row_devices(config)
     context = rollout.max_prompt_tokens + rollout.max_response_tokens
     together = f"rollout.max_prompt_tokens + rollout.max_response_tokens = {context}"
     _require(batch.row_tokens >= context, "batch.row_tokens", batch.row_tokens, f"a row must hold the longest sequence, {together}")
@@ -335,21 +393,12 @@ def _check_shapes(config: ConfigDict) -> None:
         _require(model.head_dim % 2 == 0, "model.head_dim", model.head_dim, "rotary embeddings need an even width")
         heads, groups = model.num_attention_heads, model.num_key_value_heads
         _require(heads % groups == 0, "model.num_key_value_heads", groups, f"must divide model.num_attention_heads = {heads}")
-        context_rows = config.warmstart.row_tokens
-        _require(context_rows >= context, "warmstart.row_tokens", context_rows, f"a row must hold the longest demonstration, {together}")
-        rows = config.warmstart.rows
-        _require(rows % devices == 0, "warmstart.rows", rows, f"must divide by the {devices} devices that share the rows")
-    chunk = rollout.decode_chunk_tokens
     _require(
-        rollout.max_response_tokens % chunk == 0, "rollout.decode_chunk_tokens", chunk,
-        f"must divide rollout.max_response_tokens = {rollout.max_response_tokens}",
+        rollout.slots % devices == 0, "rollout.slots", rollout.slots,
+        f"must divide by the {devices} devices that share rows, e.g. {-(-rollout.slots // devices) * devices}",
     )  # fmt: skip
-    group = rollout.samples_per_prompt * devices
-    _require(
-        rollout.slots % group == 0, "rollout.slots", rollout.slots,
-        f"must divide by rollout.samples_per_prompt x the {devices} devices that share rows = {group}, "
-        f"e.g. {-(-rollout.slots // group) * group}",
-    )  # fmt: skip
+    least, most = rollout.min_response_tokens, rollout.max_response_tokens
+    _require(least <= most, "rollout.min_response_tokens", least, f"must not be more than rollout.max_response_tokens = {most}")
     rows = batch.micro_batch_rows
     _require(rows % devices == 0, "batch.micro_batch_rows", rows, f"must divide by the {devices} devices that share the rows")
     _require(batch.prompts >= batch.updates, "batch.updates", batch.updates, f"each update needs a group, batch.prompts = {batch.prompts}")

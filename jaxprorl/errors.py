@@ -42,3 +42,19 @@ class CheckpointError(UserError, RuntimeError):
 
 class RunLockedError(UserError, RuntimeError):
     """Another process works in the run's folder."""
+
+
+class SharedMemoryError(UserError, RuntimeError):
+    """Shared memory that cannot be had, or that does not hold what it should."""
+
+
+class RingFullError(SharedMemoryError):
+    """The other process took no record in time."""
+
+
+class RecordError(SharedMemoryError, ValueError):
+    """Bytes that are no record of this version."""
+
+
+class EngineError(UserError, RuntimeError):
+    """The rollout engine does not work: workers that cannot start, die again and again, or do not compute what the trainer does."""

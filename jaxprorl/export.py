@@ -143,6 +143,8 @@ def model_card(config: ConfigDict, parameters: int, state: RunState, scores: Map
         parameters: their number.
         scores: results of `solve_summary` (or these parts of summary.json) under "before" and "after"; empty if this policy has none.
     """
+    # What stages reset at their starts is in the config below.
+    resets = "resets" if config.stages else f"resets of {what_is_reset(config.resets.reference, config.resets.optimizer)}"
     base = f"`{config.model.path}`" if config.model.path else "the run's own warm-start model"
     lines = [
         "---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- jaxprorl", "- reinforcement-learning", "---", "",
@@ -151,7 +153,7 @@ def model_card(config: ConfigDict, parameters: int, state: RunState, scores: Map
         "| | |", "| --- | --- |",
         f"| base model | {base} |",
         f"| RL steps | {state.step:,} |",
-        f"| resets of {what_is_reset(config)} | {state.resets:,} |",
+        f"| {resets} | {state.resets:,} |",
         f"| sampled tokens | {state.completion_tokens:,} |",
         f"| parameters | {parameters:,} |",
         f"| tensors | {dtype} |",

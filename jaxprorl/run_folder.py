@@ -12,7 +12,10 @@ from jaxprorl.errors import ConfigError
 from jaxprorl.run_lock import RunLock
 
 # Fields that may change between the first start and a resume: they do not change what a step computes.
-FREE_FIELDS = ("steps", "on_existing", "cache_dir", "runs_dir", "profile_steps", "monitoring.", "checkpoint.", "grading.workers")
+FREE_FIELDS = (
+    "steps", "budget.", "on_existing", "cache_dir", "runs_dir", "profile_steps", "monitoring.", "checkpoint.", "grading.workers",
+    "rollout.vllm.python", "rollout.vllm.devices", "rollout.vllm.ring_mb", "rollout.vllm.max_restarts", "rollout.vllm.deadlines.",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

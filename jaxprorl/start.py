@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxprorl import watch as watching
 from jaxprorl.checkpoint import Checkpoints, newest_sound_step, read_host, require_space, restore_params, restore_state
 from jaxprorl.compilation import use_compilation_cache
+from jaxprorl.data.domains import choose
 from jaxprorl.data.prompts import check_chat_template
 from jaxprorl.data.splits import Items, Splits, fingerprint, load_items, load_splits
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.errors import CheckpointError, ConfigError
 from jaxprorl.evaluation.harness import evaluate
-from jaxprorl.executables import Compiled, compile_all
 from jaxprorl.model_folder import check_vocabulary
 from jaxprorl.models import hf
 from jaxprorl.models.compute import Compute, choose_compute
@@ -32,11 +33,14 @@ from jaxprorl.models.qwen2 import Params, Qwen2Config, declarations, parameter_c
 from jaxprorl.monitoring import events
 from jaxprorl.monitoring.progress import Progress
 from jaxprorl.monitoring.recorder import NO_LINES, Recorder
+from jaxprorl.recipe import longest, stage_configs
 from jaxprorl.rewards import registry
 from jaxprorl.rewards.pool import GraderPool
-from jaxprorl.rollout import surplus
-from jaxprorl.rollout.jax_engine import JaxEngine
+from jaxprorl.rollout import preflight, surplus
+from jaxprorl.rollout.engine import Engine, Sampling, exam_sampling
+from jaxprorl.rollout.engines import make_engine
 from jaxprorl.run_folder import RunFolder, accepted
+from jaxprorl.setting import Setting, make_settings
 from jaxprorl.sharding.mesh import make_mesh, set_cpu_devices
 from jaxprorl.state import RunState, TrainState, abstract_state, start_state, state_shardings
 from jaxprorl.types import Group
@@ -47,16 +51,23 @@ VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "reas
 
 @dataclass
 class Training:
-    """Everything that the loop works with. Executables are compiled; `state` and `run` are where it begins."""
+    """Everything that the loop works with. Executables are compiled; `state` and `run` are where it begins.
 
-    config: ConfigDict
+    Attributes:
+        settings: of the stages to come, by number; one for a run without stages.
+        setting: of the stage under way.
+        exam_engine: evaluates in all stages: the one with the largest response limit.
+    """
+
+    settings: dict[int, Setting]
+    setting: Setting
     folder: RunFolder
     mesh: Mesh
     tokenizer: Tokenizer
     model_config: Qwen2Config
     compute: Compute
     splits: Splits
-    engine: JaxEngine
+    exam_engine: Engine
     graders: GraderPool
     exam_graders: GraderPool
     checkpoints: Checkpoints
@@ -64,12 +75,22 @@ class Training:
     state: TrainState
     run: RunState
     surplus: list[Group]
-    rules: watching.Rules
     watch: watching.Watch
-    compiled: Compiled
     before: dict[str, Any]
     identity: dict[str, str]
     recorded_s: float = 0.0  # clock when the last step's metrics were complete
+
+    @property
+    def config(self) -> ConfigDict:
+        """The run's, as it is in this stage."""
+        return self.setting.config
+
+    def set_weights(self, params: Params, version: int) -> dict[str, float]:
+        """Gives all engines new weights. Returns what that took, for the event log."""
+        took: dict[str, float] = {}
+        for engine in dict.fromkeys([self.exam_engine, *(setting.engine for setting in self.settings.values())]):
+            took |= engine.set_weights(params, version)
+        return took
 
 
 def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
@@ -79,17 +100,13 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         ConfigError, DataError, ModelError, RewardError, CheckpointError: before any long work where that is possible.
     """
     mesh = prepare_devices(config)
-    compute = choose_compute(config, head_dim(config), mesh)
+    configs, width = stage_configs(config), head_dim(config)
+    computes = [choose_compute(stage_config, width, mesh) for stage_config in configs]
     progress = stack.enter_context(Progress(config.steps, config.monitoring.progress))
     items = load_items(config)
-    if len(items.train) < config.batch.prompts:
-        raise ConfigError(
-            f"batch.prompts = {config.batch.prompts}: the train split holds {len(items.train)} prompts only; lower it, or add data"
-        )
     domains = {item.domain for item in items.train}
-    unknown = sorted(set(config.filtering.rules) - domains)
-    if unknown:
-        raise ConfigError(f"filtering.rules.{unknown[0]}: the data has no such domain, only {', '.join(sorted(domains))}")
+    for stage_config in configs:
+        check_items(stage_config, items)
     step, damaged = newest_sound_step(folder.checkpoints, config.checkpoint.on_damage)
     for problem in damaged:
         progress.note(f"WARNING: {problem}; going on from the checkpoint of step {step}")
@@ -108,7 +125,7 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         adopt_tokenizer(base, folder)
     tokenizer = load_tokenizer(folder.base_model)
     model_config = hf.read_config(folder.base_model)
-    check_model(config, model_config, tokenizer)
+    check_model(longest(configs), model_config, tokenizer)
     splits = load_splits(config, tokenizer, items)
 
     shardings = state_shardings(config, model_config, mesh)
@@ -123,7 +140,8 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         host = read_host(folder.checkpoints, step)
         check_identity(config, host.identity, identity)
         state, run, offsets = restore_state(folder.checkpoints, step, abstract), host.run, host.offsets
-        left = surplus.usable(surplus.decode(host.surplus, splits.train), config, run.policy_version)
+        check_stage(config, run)
+        left = surplus.usable(surplus.decode(host.surplus, splits.train), configs[run.stage], run.policy_version)
         if len(left) < len(host.surplus):
             progress.note(f"WARNING: {len(host.surplus) - len(left)} surplus groups do not fit the changed config or data; discarded")
         watch = watching.from_json(host.watch)
@@ -134,16 +152,23 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         left, watch = [], watching.Watch()
     tasks = {prompt.task for split in (splits.train, splits.validation, splits.held_out) for prompt in split}
     recorder = stack.enter_context(Recorder(config, folder, progress, tasks, domains, run.step, offsets))
-    engine = JaxEngine(config, model_config, mesh, tokenizer.stop_ids)
-    engine.set_weights(state.params, run.policy_version)
+
+    def open_engine(stage_config: ConfigDict) -> Engine:
+        engine = make_engine(stage_config, model_config, mesh, tokenizer.stop_ids, folder.path, progress.note)
+        stack.callback(engine.close)
+        return engine
+
+    settings, exam_engine = make_settings(
+        config, run.stage, splits.train, computes, model_config, mesh, open_engine, recorder, state, shardings, fresh=not run.step
+    )
     training = Training(
-        config, folder, mesh, tokenizer, model_config, compute, splits, engine,
+        settings, settings[run.stage], folder, mesh, tokenizer, model_config, computes[run.stage], splits, exam_engine,
         graders=stack.enter_context(grader_pool(config, config.reward, folder)),
         exam_graders=stack.enter_context(grader_pool(config, config.evaluation.reward or config.reward, folder)),
         checkpoints=checkpoints, recorder=recorder, state=state, run=run,
-        surplus=left, rules=watching.make_rules(config), watch=watch, before={}, identity=identity,
-        compiled=compile_all(config, model_config, compute, mesh, engine, recorder, state, shardings, fresh=not run.step),
+        surplus=left, watch=watch, before={}, identity=identity,
     )  # fmt: skip
+    training.set_weights(state.params, run.policy_version)
     if step is not None:
         recorder.event(run.step, "resume", checkpoint_step=run.step, metrics_offset=offsets["metrics"], events_offset=offsets["events"])
         progress.note(f"{folder.path}: going on from the checkpoint of step {run.step}")
@@ -151,6 +176,29 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         record_start(training, cached)
     training.before = evaluate_before(training, warm_start_s)
     return training
+
+
+def check_items(config: ConfigDict, items: Items) -> None:
+    """Refuses a stage's config that the questions do not suffice for, or that names domains which they do not have."""
+    mix, domains = config.data.mix, sorted({item.domain for item in items.train})
+    count = len(choose(items.train, mix))
+    if count < config.batch.prompts:
+        of_these = f" of {', '.join(mix)}" if mix else ""
+        raise ConfigError(
+            f"batch.prompts = {config.batch.prompts}: the train split holds {count} prompts{of_these} only; lower it, or add data"
+        )
+    unknown = sorted(set(config.filtering.rules) - set(domains))
+    if unknown:
+        raise ConfigError(f"filtering.rules.{unknown[0]}: the data has no such domain, only {', '.join(domains)}")
+
+
+def check_stage(config: ConfigDict, run: RunState) -> None:
+    """Refuses a recipe (accepted changes included) that no longer has the stage which the run is in."""
+    if run.stage >= max(1, len(config.stages)) or (run.stages_ended and not config.stages):
+        raise ConfigError(
+            f"stages: {len(config.stages)} are named, and the run is in number {run.stage + 1} ({run.stages_ended} have ended); stages "
+            "may be added or changed before they begin, not taken away"
+        )
 
 
 def check_nothing_was_saved(folder: RunFolder) -> None:
@@ -250,6 +298,8 @@ def check_model(config: ConfigDict, model_config: Qwen2Config, tokenizer: Tokeni
             f"{model_config.max_position_embeddings} tokens (max_position_embeddings); lower one of them"
         )
     check_vocabulary(model_config, tokenizer)
+    if config.rollout.engine == "vllm":
+        preflight.check_model(config, model_config.head_dim, model_config.max_position_embeddings)
 
 
 def adopt_tokenizer(base: Path, folder: RunFolder) -> None:
@@ -283,12 +333,22 @@ def grader_pool(config: ConfigDict, reward: str, folder: RunFolder) -> GraderPoo
     return GraderPool(reward, folder.base_model, config.grading.workers, config.grading.timeout_s)
 
 
+def params_digest(params: Params) -> str:
+    """Hex sha256 of names, dtypes, shapes and bytes, whatever the sharding."""
+    digest = hashlib.sha256()
+    for name in sorted(params):
+        value = np.asarray(jax.device_get(params[name]))  # one at a time: the host need not hold them all
+        digest.update(f"{name} {value.dtype} {value.shape}\n".encode() + value.tobytes())
+    return digest.hexdigest()
+
+
 def record_start(training: Training, cached: bool) -> None:
     """The first events of a run."""
     config, recorder, splits = training.config, training.recorder, training.splits
     recorder.event(
         0, "run_start", seed=config.seed, steps=config.steps, parameters=parameter_count(training.model_config), devices=len(jax.devices()),
-        attention=training.compute.attention, remat=training.compute.remat,
+        attention=training.compute.attention, remat=training.compute.remat, identity=training.identity,
+        start_digest=params_digest(training.state.params),
         versions={name: importlib.metadata.version(name) for name in VERSIONS},
     )  # fmt: skip
     counts = {name: len(getattr(splits, name)) for name in ("train", "validation", "held_out")}
@@ -299,6 +359,9 @@ def record_start(training: Training, cached: bool) -> None:
         facts = json.loads(warm_start.read_text())
         kept = {name: facts[name] for name in ("skill_updates", "careless_updates", "solve_rate", "fingerprint")}
         recorder.event(0, "warm_start", cached=cached, **kept)
+    if training.setting.stage:
+        told = {"number": 1, "name": training.setting.stage.name, "changes": dict(training.setting.stage.changes)}
+        recorder.event(0, "stage", **told, reason="start", surplus_dropped=0, tokens_wasted=0)
 
 
 def evaluate_held_out(training: Training, when: str) -> dict[str, Any]:
@@ -306,14 +369,14 @@ def evaluate_held_out(training: Training, when: str) -> dict[str, Any]:
     config, recorder = training.config, training.recorder
     started_s = time.perf_counter()
     results: dict[str, Any] = {}
-    for name, temperature in (("sampled", config.evaluation.temperature), ("greedy", 0.0)):
+    for name, sampling in (("sampled", exam_sampling(config)), ("greedy", Sampling(1, 0.0, config.evaluation.seed, step=0))):
         phase = f"evaluation {when} ({name})"
         show = partial(recorder.progress.phase, phase)
         prompts = training.splits.held_out
-        results[name] = evaluate(training.engine, training.exam_graders, prompts, temperature, config.evaluation.seed, show)
+        results[name] = evaluate(training.exam_engine, training.exam_graders, prompts, sampling, show)
         rates = {task: row["solve_rate"] for task, row in results[name]["per_task"].items()}
         shown = {"solve_rate": results[name]["solve_rate"], "mean_score": results[name]["mean_score"]}
-        recorder.event(training.run.step, "evaluation", when=when, temperature=temperature, **shown, per_task=rates)
+        recorder.event(training.run.step, "evaluation", when=when, temperature=sampling.temperature, **shown, per_task=rates)
         recorder.progress.note(f"{phase}: solve rate {shown['solve_rate']:.3f}")
     return results | {"time_s": time.perf_counter() - started_s}
 

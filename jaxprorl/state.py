@@ -35,10 +35,16 @@ class RunState:
         resets: resets done.
         reference_step: step of the last reference reset, 0 = the start.
         completion_tokens: sampled in training rollouts so far.
+        validation_tokens: sampled in periodic validations so far.
+        updates: optimizer updates so far, skipped ones included.
         rl_s: seconds spent in steps so far (reported only).
         rollout_s: seconds of those spent in rollouts (reported only).
         cap_steps: steps in a row, up to the last, whose batch was not full.
         skipped_in_a_row: updates in a row, up to the last, that were skipped: gradient or change not finite.
+        stage: number of the stage under way, from 0.
+        stage_step: its first step.
+        stage_prompts: `prompts_consumed` when it began; its order of prompts starts there.
+        stages_ended: their number.
     """
 
     step: int = 0
@@ -47,10 +53,16 @@ class RunState:
     resets: int = 0
     reference_step: int = 0
     completion_tokens: int = 0
+    validation_tokens: int = 0
+    updates: int = 0
     rl_s: float = 0.0
     rollout_s: float = 0.0
     cap_steps: int = 0
     skipped_in_a_row: int = 0
+    stage: int = 0
+    stage_step: int = 0
+    stage_prompts: int = 0
+    stages_ended: int = 0
 
 
 def state_shardings(config: ConfigDict, model_config: Qwen2Config, mesh: Mesh) -> TrainState:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -13,7 +14,9 @@ from ml_collections import ConfigDict
 
 from jaxprorl import watch as watching
 from jaxprorl.batch import batch_advantages, device_batch
-from jaxprorl.checkpoint import Host
+from jaxprorl.budget import is_over, spent
+from jaxprorl.checkpoint import Host, read_host
+from jaxprorl.commit import committed_steps
 from jaxprorl.compilation import no_compilation
 from jaxprorl.config import validate
 from jaxprorl.errors import GraderError, NonFiniteError
@@ -24,14 +27,16 @@ from jaxprorl.export import write_model
 from jaxprorl.monitoring.alarms import AlarmError, Paused
 from jaxprorl.monitoring.profile import start_trace, stop_trace
 from jaxprorl.preemption import Preemption
-from jaxprorl.resets.commands import take_command
-from jaxprorl.resets.controller import GAUGES
+from jaxprorl.resets.commands import Command, take_command
+from jaxprorl.resets.controller import gauges
 from jaxprorl.resets.optimizer import what_is_reset
+from jaxprorl.resets.stages import RESET
 from jaxprorl.resets.triggers import Firing
 from jaxprorl.rewards.pool import error_share
 from jaxprorl.rollout import surplus
 from jaxprorl.rollout.collect import Rollout, RolloutBatch
-from jaxprorl.rollout.metrics import rollout_metrics
+from jaxprorl.rollout.engine import exam_sampling
+from jaxprorl.rollout.metrics import rollout_metrics, tokens_of
 from jaxprorl.run_folder import RunFolder, open_run
 from jaxprorl.start import Training, evaluate_held_out, start
 from jaxprorl.state import RunState, TrainState
@@ -49,6 +54,7 @@ class Step:
     metrics: Metrics
     validation: dict[str, float]
     dispatched_s: float
+    command: Command | None = None
 
 
 def train(config: ConfigDict) -> dict[str, Any]:
@@ -78,19 +84,37 @@ def train(config: ConfigDict) -> dict[str, Any]:
         training = start(config, folder, stack)
         with no_compilation(), preemption.guarded():
             loop(training, preemption)
-        return finish(training, started_s)
+        return finish(config, training, started_s)
 
 
 def loop(training: Training, preemption: Preemption) -> None:
-    """Sample, grade, filter, advantages, K updates, swap, record: until `config.steps` (design: README, "The road")."""
-    config, engine, recorder, compiled = training.config, training.engine, training.recorder, training.compiled
+    """The stages of a run (docs/stages.md), one after the other, until it `is_over`; without stages it is one."""
+    training.recorded_s = time.perf_counter()
+    while not is_over(training.config, training.run):
+        if training.watch.stage.ending:
+            begin_stage(training)
+        run_stage(training, preemption)
+        if preemption.requested:
+            break
+    if preemption.requested:  # after the checkpoint: a resumed run's log continues as if nothing had happened
+        step, recorder = training.run.step, training.recorder
+        recorder.event(step, "interrupted", signal=preemption.requested)
+        recorder.progress.note(f"{preemption.requested}: saved after step {step}; the same command goes on from there")
+
+
+def run_stage(training: Training, preemption: Preemption) -> None:
+    """Sample, grade, filter, advantages, K updates, swap, record: until the stage or the run is over (README, "The road")."""
+    setting, config, recorder = training.setting, training.config, training.recorder
     state, run, left = training.state, training.run, training.surplus
     done: Step | None = None
-    training.recorded_s = time.perf_counter()
-    for step in range(run.step, config.steps):
+    while not is_over(config, run) and not training.watch.stage.ending and not (done and preemption.requested):
+        step = run.step
         tracing = start_trace(config, training.folder, step)
         # Made, the rollout has dispatched its first decode steps; only then is the last update's result read.
-        rollout = Rollout(config, engine, training.graders, training.splits.train, run.prompts_consumed, step, left, run.policy_version)
+        rollout = Rollout(
+            config, setting.engine, training.graders, setting.prompts, run.prompts_consumed - run.stage_prompts, step, left,
+            run.policy_version, run.stage,
+        )  # fmt: skip
         run = record(training, done, state, run, left)
         state, run = reset_if_due(training, step, state, run)
 
@@ -98,24 +122,56 @@ def loop(training: Training, preemption: Preemption) -> None:
         check_graders(training, step, batch)
         dispatched_s = time.perf_counter()
         arrays = device_batch(config, batch.trained, training.mesh)
-        fixed, kl_sum_PN = compiled.log_probs(state, arrays)
+        fixed, kl_sum_PN = setting.compiled.log_probs(state, arrays)
         advantage_PN = batch_advantages(config, batch.trained, step, kl_sum_PN)
-        state, metrics = compiled.train_step(state, arrays, fixed, advantage_PN)
+        state, metrics = setting.compiled.train_step(state, arrays, fixed, advantage_PN)
         run, left = advance(config, run, batch), batch.surplus
-        engine.set_weights(state.params, run.policy_version)
+        swap = training.set_weights(state.params, run.policy_version)
 
         recorder.rollout(step, batch, advantage_PN, training.tokenizer)
-        recorder.event(step, "swap", policy_version=run.policy_version)
+        recorder.event(step, "swap", policy_version=run.policy_version, **swap)
         done = Step(step, batch, advantage_PN, metrics, validate_policy(training, step), dispatched_s)
+        run = replace(run, validation_tokens=run.validation_tokens + int(done.validation.get("validation.completion_tokens", 0)))
         if tracing:
             stop_trace(state)
-        if preemption.requested:
-            break
+        run, done.command = look_ahead(training, run, done.validation)
+    training.state, training.surplus = state, left
     training.run = record(training, done, state, run, left, leaving=True)
-    if preemption.requested:  # after the checkpoint: a resumed run's log continues as if nothing had happened
-        recorder.event(training.run.step, "interrupted", signal=preemption.requested)
-        recorder.progress.note(f"{preemption.requested}: saved after step {training.run.step}; the same command goes on from there")
-    training.state = state
+
+
+def look_ahead(training: Training, run: RunState, validation: Mapping[str, float]) -> tuple[RunState, Command | None]:
+    """What is known before the next rollout begins: whether the stage ends here, and what a person asks for."""
+    observe = partial(watching.observe_stage, training.setting.rules, training.watch, run.stage_step, run.step, validation)
+    training.watch, command = observe(), None
+    run = stages_counted(training, run)
+    if training.config.resets.manual and not is_over(training.config, run):  # after the last step it goes on waiting
+        command = take_command(training.folder.path, run.step, training.recorder.progress.note)
+    if command and command.kind == "next_stage":
+        training.watch = observe(command.reason)
+        run = stages_counted(training, run)
+    return run, command
+
+
+def stages_counted(training: Training, run: RunState) -> RunState:
+    """`run` with the stage under way counted among those that have ended, if it has."""
+    return replace(run, stages_ended=run.stage + bool(training.watch.stage.ending))
+
+
+def begin_stage(training: Training) -> None:
+    """Goes on to the next stage. What ended the last one is in the checkpoint of that moment, which holds the state before all this."""
+    run, ending, recorder = training.run, training.watch.stage.ending, training.recorder
+    before, setting = training.setting, training.settings[run.stage + 1]
+    stage = setting.stage
+    assert ending and stage
+    left = surplus.carried_over(training.surplus, before.config, setting.config, setting.prompts, run.policy_version)
+    dropped = [group for group in training.surplus if all(group is not kept for kept in left)]
+    told = {"number": run.stage + 2, "name": stage.name, "changes": dict(stage.changes), "reason": ending.reason}
+    recorder.event(run.step, "stage", **told, surplus_dropped=len(dropped), tokens_wasted=tokens_of(dropped))
+    recorder.progress.note(f"step {run.step}: stage {stage.name} ({ending.reason})")
+    own = Firing(run.step, RESET, ending.reads, f"stage {stage.name}", {"ended_by": ending.trigger} | dict(ending.statistics))
+    training.watch = watching.begin_stage(setting.rules, training.watch, bool(stage.changes), own if stage.resets else None)
+    training.run = replace(run, stage=run.stage + 1, stage_step=run.step, stage_prompts=run.prompts_consumed)
+    training.setting, training.surplus = setting, left
 
 
 def reset_if_due(training: Training, step: int, state: TrainState, run: RunState) -> tuple[TrainState, RunState]:
@@ -123,15 +179,17 @@ def reset_if_due(training: Training, step: int, state: TrainState, run: RunState
     decision = training.watch.control.due(step)
     if decision is None:
         return state, run
-    config, firing, recorder = training.config, decision.firing, training.recorder
-    state = training.compiled.reset(state)
+    setting, config, firing, recorder = training.setting, training.config, decision.firing, training.recorder
+    reference, optimizer = bool(config.resets.reference), config.resets.optimizer
+    if firing.trigger == RESET and setting.stage:
+        reference, optimizer = setting.stage.reset_reference, setting.stage.reset_optimizer
+    state = setting.compiled.reset(state, (reference, optimizer))
     recorder.event(
-        step, "reset", reference=bool(config.resets.reference), optimizer=config.resets.optimizer, reason=firing.reason,
-        trigger=firing.trigger, statistics=firing.statistics, signals=firing.reads, blind=training.rules.blind, also=decision.also,
-        before=decision.before,
+        step, "reset", reference=reference, optimizer=optimizer, reason=firing.reason, trigger=firing.trigger, statistics=firing.statistics,
+        signals=firing.reads, blind=setting.rules.blind, also=decision.also, before=decision.before,
     )  # fmt: skip
-    recorder.progress.note(f"step {step}: reset of {what_is_reset(config)} ({firing.reason})")
-    return state, replace(run, resets=run.resets + 1, reference_step=step if config.resets.reference else run.reference_step)
+    recorder.progress.note(f"step {step}: reset of {what_is_reset(reference, optimizer)} ({firing.reason})")
+    return state, replace(run, resets=run.resets + 1, reference_step=step if reference else run.reference_step)
 
 
 def advance(config: ConfigDict, run: RunState, batch: RolloutBatch) -> RunState:
@@ -144,6 +202,7 @@ def advance(config: ConfigDict, run: RunState, batch: RolloutBatch) -> RunState:
         prompts_consumed=run.prompts_consumed + batch.positions,
         policy_version=run.policy_version + 1,
         completion_tokens=run.completion_tokens + tokens,
+        updates=run.updates + min(len(batch.trained), config.batch.updates),  # a group is never divided
         rollout_s=run.rollout_s + batch.rollout_s,
         cap_steps=run.cap_steps + 1 if at_cap else 0,
     )
@@ -167,13 +226,21 @@ def record(training: Training, done: Step | None, state: TrainState, run: RunSta
         "time.update_s": now_s - done.dispatched_s,
         "time.step_s": now_s - training.recorded_s,
     }
+    stage, ending = training.setting.stage, training.watch.stage.ending
+    if stage:
+        values["stage"] = run.stage + 1
     training.recorded_s = now_s
     training.recorder.step(done.number, values)
     run = replace(run, rl_s=run.rl_s + values["time.step_s"], skipped_in_a_row=skipped_in_a_row(run.skipped_in_a_row, done.metrics))
     check_updates(training, done, run)
-    alarms = decide(training, done.number, values)
-    reset_boundary = training.watch.control.due(run.step) is not None
-    due = run.step == training.config.steps or reset_boundary or run.step % training.config.checkpoint.every_steps == 0 or bool(alarms)
+    over = is_over(training.config, run)
+    alarms = decide(training, done, values)
+    if stage and ending:
+        told = {"trigger": ending.trigger, "reason": ending.reason, "signals": ending.reads, "statistics": ending.statistics}
+        training.recorder.event(done.number, "stage_end", number=run.stage + 1, name=stage.name, steps=run.step - run.stage_step, **told)
+    following = training.settings[run.stage + 1].stage if ending and not over else None
+    reset_boundary = training.watch.control.due(run.step) is not None or (following is not None and following.resets)
+    due = over or bool(ending) or reset_boundary or run.step % training.config.checkpoint.every_steps == 0 or bool(alarms)
     if due:  # one that a signal asked for is no event: the log of the uninterrupted run has none there
         training.recorder.event(done.number, "checkpoint", checkpoint_step=run.step)
     if due or leaving:
@@ -184,22 +251,19 @@ def record(training: Training, done: Step | None, state: TrainState, run: RunSta
     return run
 
 
-def decide(training: Training, number: int, values: Mapping[str, float]) -> list[Firing]:
-    """Shows the metrics of step `number` to reset triggers and alarms; `training.watch` then holds what comes right before the next step.
+def decide(training: Training, done: Step, values: Mapping[str, float]) -> list[Firing]:
+    """Shows the metrics of a step to reset triggers and alarms; `training.watch` then holds what comes right before the next step.
 
     Returns:
         Alarms that end the process, those that stop it first.
     """
-    config, recorder, step = training.config, training.recorder, number + 1
+    rules, recorder, number = training.setting.rules, training.recorder, done.number
     last = training.watch.control.due(number)
     if last:
-        after = {name: values[name] for name in GAUGES if name in values}
-        recorder.event(number, "reset_effect", trigger=last.firing.trigger, before=last.before, after=after)
-    command = None
-    if config.resets.manual and step < config.steps:  # after the last step it goes on waiting
-        command = take_command(training.folder.path, step, recorder.progress.note)
-    training.watch, firings = watching.observe(training.rules, training.watch, step, values, command)
-    actions = {firing.trigger: training.rules.alarms[firing.trigger].action for firing in firings}
+        recorder.event(number, "reset_effect", trigger=last.firing.trigger, before=last.before, after=gauges(values))
+    command = done.command.reason if done.command and done.command.kind == "reset" else None
+    training.watch, firings = watching.observe(rules, training.watch, number + 1, values, command)
+    actions = {firing.trigger: rules.alarms[firing.trigger].action for firing in firings}
     for firing in firings:
         action = actions[firing.trigger]
         recorder.event(number, "alarm", alarm=firing.trigger, action=action, reason=firing.reason, statistics=firing.statistics)
@@ -210,7 +274,7 @@ def decide(training: Training, number: int, values: Mapping[str, float]) -> list
 
 def end(training: Training, number: int, alarm: Firing) -> NoReturn:
     """Ends the process, which is saved, as the alarm's action says."""
-    if training.rules.alarms[alarm.trigger].action == "pause":
+    if training.setting.rules.alarms[alarm.trigger].action == "pause":
         raise Paused
     raise AlarmError(
         f"step {number}: alarm {alarm.reason}. The run is saved; to go on all the same, change the fields of alarms.{alarm.trigger} and "
@@ -264,30 +328,37 @@ def validate_policy(training: Training, step: int) -> dict[str, float]:
     if not config.validation.every_steps or (step + 1) % config.validation.every_steps:
         return {}
     prompts = first_per_task(training.splits.validation, config.validation.items_per_task)
-    result = evaluate(training.engine, training.exam_graders, prompts, config.evaluation.temperature, config.evaluation.seed)
+    result = evaluate(training.exam_engine, training.exam_graders, prompts, exam_sampling(config))
     rates = {task: row["solve_rate"] for task, row in result["per_task"].items()}
     training.recorder.event(step, "validation", solve_rate=result["solve_rate"], mean_score=result["mean_score"], per_task=rates)
-    shown = {f"validation.{name}": result[name] for name in ("solve_rate", "mean_score")} | {"validation.items": result["n"]}
+    shown = {f"validation.{name}": result[name] for name in ("solve_rate", "mean_score", "completion_tokens")}
+    shown["validation.items"] = result["n"]
     return shown | {f"validation.{task}": rate for task, rate in rates.items()}
 
 
 def finished(config: ConfigDict, folder: RunFolder) -> dict[str, Any] | None:
-    """The summary of a run that has all its steps already."""
+    """The summary of a run that is over already."""
     if not folder.summary.is_file():
         return None
     summary: dict[str, Any] = json.loads(folder.summary.read_text())
-    if summary["steps"] != config.steps:
-        return None
+    steps = summary["steps"]
+    if steps != config.steps:
+        saved = committed_steps(folder.checkpoints)
+        if steps > config.steps or not saved or saved[-1] != steps or not is_over(config, read_host(folder.checkpoints, steps).run):
+            return None
     if not (folder.path / "report.html").is_file():  # it was killed between the two
         write_report(folder.path)
     return summary
 
 
-def finish(training: Training, started_s: float) -> dict[str, Any]:
+def finish(config: ConfigDict, training: Training, started_s: float) -> dict[str, Any]:
     """Final evaluation, model folder, summary and report."""
-    config, folder, run, before = training.config, training.folder, training.run, training.before
+    folder, run, before = training.folder, training.run, training.before
     after = evaluate_held_out(training, "after")
-    training.recorder.event(run.step, "run_end", steps=run.step, resets=run.resets)
+    peaks = [stats["peak_bytes_in_use"] for device in jax.local_devices() if (stats := device.memory_stats())]
+    if peaks:
+        training.recorder.event(run.step, "device_memory", peak_bytes=peaks)
+    training.recorder.event(run.step, "run_end", steps=run.step, resets=run.resets, spent=spent(run))
     scores = {"before": before["sampled"], "after": after["sampled"]}
     write_model(folder.model, folder, config, training.model_config, training.state.params, training.tokenizer, run, scores)
     training.checkpoints.wait()

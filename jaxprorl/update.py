@@ -4,7 +4,9 @@ Sums and counts travel; each update divides once, by the denominator of its whol
 on how rows are split into micro-batches or devices. The formulas are in `algorithms`; docs/algorithms.md lists them.
 """
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from jaxprorl.algorithms import correction, kl, losses
 from jaxprorl.models.logprobs import token_log_probs
 from jaxprorl.models.qwen2 import Params
 from jaxprorl.optimizer import learning_rate, make_optimizer
+from jaxprorl.sharding.gradients import Accumulate, mesh_of_whole, reduced_once
 from jaxprorl.state import TrainState
 
 Batch = dict[str, jax.Array]
@@ -41,7 +44,16 @@ def batch_log_probs(graphdef: nnx.GraphDef, params: Params, rows: Batch, tempera
     """logp_BS and entropy_BS of the response tokens of packed rows under `params`; 0 elsewhere."""
     model = nnx.merge(graphdef, params)
     hidden_BSD = model(rows["tokens"], rows["positions"], rows["segment_ids"])
-    return token_log_probs(hidden_BSD, model.head(), rows["targets"], temperature, rows["mask"], model.compute.mesh, model.compute.table)
+    return token_log_probs(
+        hidden_BSD, model.head(), rows["targets"], temperature, rows["mask"], model.compute.row_mesh, model.compute.table
+    )
+
+
+def on_own_rows(graphdef: nnx.GraphDef, params: Params) -> nnx.GraphDef:
+    """The same model inside a shard_map over its mesh, where every device has whole parameters and rows of its own."""
+    model: Any = nnx.merge(graphdef, params)
+    model.compute = dataclasses.replace(model.compute, own_rows=True)
+    return nnx.split(model)[0]
 
 
 def computes_old(config: ConfigDict) -> bool:
@@ -147,27 +159,37 @@ def make_train_step(
     The batch holds [U, M, B, S] arrays (U updates, M micro-batches of B rows) and `micro_batches` [U], how many of the M
     are in use; the rest costs nothing. An update without tokens, or with a gradient or a change that is not finite, changes nothing.
     Metrics come back per update, [U]. Shardings say where parameters are between updates and where gradients are summed up; None = where
-    the compiler likes.
+    the compiler likes. Where every device holds whole parameters, it sums the gradients of its own rows over the micro-batches, and
+    devices exchange them once per update; elsewhere, once per micro-batch.
     """
     optimizer = make_optimizer(config)
+    mesh = mesh_of_whole(param_shardings) if gradient_shardings else None
 
-    def update(state: TrainState, mini_batch: tuple[Batch, jax.Array, jax.Array]) -> tuple[TrainState, Metrics]:
-        """One optimizer update from one mini-batch."""
-        rows, used, denominator = mini_batch
+    def accumulate(graphdef: nnx.GraphDef, params: Params, rows: Batch, used: jax.Array) -> tuple[Params, Metrics, Batch]:
+        """Gradients and sums over the micro-batches in use, and per-token arrays [M, B, S]."""
         gradient_of = jax.grad(lambda params, micro: objective(graphdef, params, micro, config), has_aux=True)
 
         def body(m: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             gradients, sums, tokens = carry
-            more, (more_sums, micro_tokens) = gradient_of(state.params, take(rows, m))
-            if gradient_shardings:
+            more, (more_sums, micro_tokens) = gradient_of(params, take(rows, m))
+            if gradient_shardings and not mesh:
                 more = jax.lax.with_sharding_constraint(more, gradient_shardings)
             tokens = {name: tokens[name].at[m].set(value) for name, value in micro_tokens.items()}
             return jax.tree.map(jnp.add, gradients, more), jax.tree.map(jnp.add, sums, more_sums), tokens
 
-        shapes = jax.eval_shape(gradient_of, state.params, take(rows, 0))
+        shapes = jax.eval_shape(gradient_of, params, take(rows, 0))
         gradients, sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes[0], shapes[1][0]))
         tokens = {name: jnp.zeros((rows["mask"].shape[0], *s.shape), s.dtype) for name, s in shapes[1][1].items()}
-        gradients, sums, tokens = jax.lax.fori_loop(0, used, body, (gradients, sums, tokens))
+        return jax.lax.fori_loop(0, used, body, (gradients, sums, tokens))
+
+    def update(state: TrainState, mini_batch: tuple[Batch, jax.Array, jax.Array]) -> tuple[TrainState, Metrics]:
+        """One optimizer update from one mini-batch."""
+        rows, used, denominator = mini_batch
+        gradients_of: Accumulate = partial(accumulate, graphdef)
+        if mesh and gradient_shardings:
+            own = partial(accumulate, on_own_rows(graphdef, state.params))
+            gradients_of = reduced_once(own, mesh, gradient_shardings, config.model.dtype)
+        gradients, sums, tokens = gradients_of(state.params, rows, used)
         count = jnp.sum(rows["mask"])
         gradients = jax.tree.map(lambda g: g / jnp.maximum(denominator, 1.0).astype(g.dtype), gradients)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)

@@ -9,35 +9,48 @@ from ml_collections import ConfigDict
 
 from jaxprorl.monitoring import alarms
 from jaxprorl.monitoring.alarms import Alarm, AlarmState
+from jaxprorl.recipe import stage_configs, stages
 from jaxprorl.resets import controller
-from jaxprorl.resets.controller import BlindController, Controller, ControllerState
+from jaxprorl.resets import stages as ends
+from jaxprorl.resets.controller import BlindController, Controller, ControllerState, gauges
+from jaxprorl.resets.stages import BlindEnd, End, StageState
 from jaxprorl.resets.triggers import Firing, all_signals, blind_signals
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What a config asks for; it does not change during a run."""
+    """What a config asks for; it does not change during a stage.
+
+    Attributes:
+        end: of the stage; None = there are no stages.
+        blind: no reset of the whole run can depend on validation results.
+    """
 
     controller: Controller
     alarms: Mapping[str, Alarm]
-
-    @property
-    def blind(self) -> bool:
-        """True when no reset can depend on validation results."""
-        return isinstance(self.controller, BlindController)
+    end: End | None
+    blind: bool
 
 
 @dataclass(frozen=True)
 class Watch:
-    """What resets and alarms remember of the steps done."""
+    """What resets, alarms and the stage remember of the steps done."""
 
     control: ControllerState = field(default_factory=ControllerState)
     alarms: AlarmState = field(default_factory=AlarmState)
+    stage: StageState = field(default_factory=StageState)
 
 
-def make_rules(config: ConfigDict) -> Rules:
-    """The rules of `config.resets` and `config.alarms`."""
-    return Rules(controller.make_controller(config), alarms.make_alarms(config))
+def make_rules(config: ConfigDict) -> tuple[Rules, ...]:
+    """The rules of each stage: of its `resets`, its `alarms` and its end. Without stages there is one set of them."""
+    configs = stage_configs(config)
+    made = ends.make_ends(stages(config), config.resets.blind)
+    controllers = [controller.make_controller(stage_config) for stage_config in configs]
+    blind = all(isinstance(rules, BlindController) for rules in controllers) and all(isinstance(end, BlindEnd) for end in made)
+    return tuple(
+        Rules(rules, alarms.make_alarms(stage_config), end, blind)
+        for rules, stage_config, end in zip(controllers, configs, made or (None,), strict=True)
+    )
 
 
 def control(
@@ -62,7 +75,38 @@ def observe(rules: Rules, watch: Watch, step: int, values: Mapping[str, float], 
     state, _ = control(rules.controller, watch.control, step, values, command)
     reset = state.due(step) is not None
     ringing, acted = alarms.observe(rules.alarms, watch.alarms, blind_signals(step, values), reset)
-    return Watch(state, ringing), acted
+    stage = dataclasses.replace(watch.stage, before=gauges(values)) if watch.stage.ending else watch.stage
+    return Watch(state, ringing, stage), acted
+
+
+def observe_stage(rules: Rules, watch: Watch, began: int, step: int, values: Mapping[str, float], command: str | None = None) -> Watch:
+    """What is known of the stage's end right before step `step`; a stage that is blind is not shown the validation.
+
+    Args:
+        began: the stage's first step.
+        values: the validation after step `step` - 1; empty = there was none.
+        command: the reason that a person gives for ending the stage.
+    """
+    if rules.end is None:
+        return watch
+    validation = None if isinstance(rules.end, BlindEnd) else all_signals(step, values).validation
+    return dataclasses.replace(watch, stage=ends.observe(rules.end, watch.stage, began, step, validation, command))
+
+
+def begin_stage(rules: Rules, watch: Watch, changed: bool, reset: Firing | None) -> Watch:
+    """What is remembered at the start of a stage: what its changes make void is forgotten, alarms that ring go on ringing.
+
+    Args:
+        rules: of the stage.
+        watch: with the end of the stage before.
+        changed: the stage changes fields.
+        reset: its own; None = it has none.
+    """
+    assert watch.stage.ending is not None
+    state = controller.begin_stage(rules.controller, watch.control, watch.stage.ending.step, changed, reset, watch.stage.before)
+    forgotten = {name for name, alarm in rules.alarms.items() if changed or (reset is not None and alarm.trigger.cleared)}
+    memories = {name: memory for name, memory in watch.alarms.memories.items() if name not in forgotten}
+    return Watch(state, dataclasses.replace(watch.alarms, memories=memories))
 
 
 def to_json(watch: Watch) -> dict[str, Any]:
@@ -72,4 +116,4 @@ def to_json(watch: Watch) -> dict[str, Any]:
 
 def from_json(content: Mapping[str, Any]) -> Watch:
     """What `to_json` was given, also after it went through text."""
-    return Watch(controller.from_json(content["control"]), alarms.from_json(content["alarms"]))
+    return Watch(controller.from_json(content["control"]), alarms.from_json(content["alarms"]), ends.from_json(content["stage"]))

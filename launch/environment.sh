@@ -1,8 +1,8 @@
-# Finds a Python and makes the two environments: .venv (JAX) and .venv-vllm (PyTorch and vLLM, for parity tests).
+# Finds a Python and makes the two environments: .venv (JAX) and .venv-vllm (PyTorch and vLLM: rollout workers, parity tests).
 # Sourced by the other scripts, which run it from the checkout's root. Defines functions only; bash 3.2 suffices.
 
 supported_pythons="3.13 3.12 3.11" # best first
-vllm_pythons="3.11"                # the one that the pins of requirements-vllm.txt install on
+vllm_pythons="3.11"                # the one that the pins of requirements-vllm*.txt install on
 
 say() { printf '%s\n' "$*" >&2; }
 fail() {
@@ -261,23 +261,37 @@ main_environment() {
   with_lock .venv install_main "$@"
 }
 
-install_vllm() {
-  environment_is_ready .venv-vllm requirements-vllm.txt && return # made by another script meanwhile
-  local chosen
+vllm_requirements() { # PLATFORM: its requirement file
+  case $1 in cpu) echo requirements-vllm.txt ;; *) echo "requirements-vllm-$1.txt" ;; esac
+}
+
+install_vllm() { # PLATFORM
+  local file chosen other
+  file=$(vllm_requirements "$1")
+  environment_is_ready .venv-vllm "$file" && return # made by another script meanwhile
   # shellcheck disable=SC2086 # a list of versions
   chosen=$(search_python $vllm_pythons) || return 1
-  say "Installing PyTorch and vLLM for Python ${chosen%% *} (${chosen#* }) into .venv-vllm; once, 3 to 5 minutes, 3 GB."
-  begin_environment .venv-vllm "${chosen%% *}" "${chosen#* }" && install_all .venv-vllm requirements-vllm.txt || return 1
-  # vLLM asks for these, text models need none of them, and torchvision's release does not fit the pinned torch: it breaks every import.
-  pip_in .venv-vllm uninstall -y torchvision torchaudio torchcodec triton || return 1
+  for other in .venv-vllm/.ready-*; do # the builds for other devices are packages of other names with the same files: made anew
+    if [ -e "$other" ] && [ "$other" != ".venv-vllm/.ready-$file" ]; then : >.venv-vllm/.installing; fi
+  done
+  say "Installing PyTorch and vLLM ($1) for Python ${chosen%% *} (${chosen#* }) into .venv-vllm; once, minutes and gigabytes (cpu: 3 to 5, 3 GB)."
+  begin_environment .venv-vllm "${chosen%% *}" "${chosen#* }" && install_all .venv-vllm "$file" || return 1
+  if [ "$1" = cpu ]; then
+    # vLLM asks for these, text models need none of them, and torchvision's release does not fit the pinned torch: it breaks every import.
+    pip_in .venv-vllm uninstall -y torchvision torchaudio torchcodec triton || return 1
+  fi
   if ! VLLM_LOGGING_LEVEL=ERROR .venv-vllm/bin/python -c 'import torch, transformers, vllm' </dev/null; then
     say "error: .venv-vllm is installed, but its Python cannot import torch, transformers and vllm (message above)."
     return 1
   fi
-  finish_environment .venv-vllm requirements-vllm.txt
+  finish_environment .venv-vllm "$file"
 }
 
-# vllm_environment: .venv-vllm exists and holds requirements-vllm.txt.
+# vllm_environment [PLATFORM]: .venv-vllm exists and holds vLLM for cpu, gpu or tpu; without one, any will do, and cpu is installed.
 vllm_environment() {
-  environment_is_ready .venv-vllm requirements-vllm.txt || with_lock .venv-vllm install_vllm
+  local platform
+  for platform in ${1:-cpu gpu tpu}; do
+    environment_is_ready .venv-vllm "$(vllm_requirements "$platform")" && return
+  done
+  with_lock .venv-vllm install_vllm "${1:-cpu}"
 }

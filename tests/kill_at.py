@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,17 @@ def wrap(owner: Any, name: str, before: Callable[..., None] | None = None, after
 
 
 def wrap_compiled(training: Any, name: str, kill: Kill) -> None:
-    """Kills after an executable of the loop was dispatched."""
-    original = getattr(training.compiled, name)
+    """Kills after an executable of the loop was dispatched, in whichever stage."""
 
-    def wrapped(*args: Any) -> Any:
+    def wrapped(original: Callable[..., Any], *args: Any) -> Any:
         result = original(*args)
         kill()
         return result
 
-    training.compiled = dataclasses.replace(training.compiled, **{name: wrapped})
+    for number, setting in training.settings.items():
+        compiled = dataclasses.replace(setting.compiled, **{name: partial(wrapped, getattr(setting.compiled, name))})
+        training.settings[number] = dataclasses.replace(setting, compiled=compiled)
+    training.setting = training.settings[training.run.stage]
 
 
 def watch_loop(kill: Kill, prepare: Callable[[Any], None] = lambda training: None) -> None:
@@ -113,7 +116,7 @@ def update(kill: Kill) -> None:
 
 def swap(kill: Kill) -> None:
     """Right after the engine took new weights, before anything is recorded."""
-    watch_loop(kill, lambda training: wrap(training.engine, "set_weights", after=lambda *_: kill()))
+    watch_loop(kill, lambda training: wrap(training.setting.engine, "set_weights", after=lambda *_: kill()))
 
 
 def reset(kill: Kill) -> None:
@@ -239,6 +242,15 @@ def taking(after: bool) -> Callable[[Kill], None]:
 
 # Reached only by a run that is given a command.
 POINTS.update(command_taken=taking(after=False), command_removed=taking(after=True))
+
+
+def stage(kill: Kill) -> None:
+    """Right after a stage began: its event is written, its reset and its first step are not there."""
+    wrap(train, "begin_stage", after=lambda *_: kill())
+
+
+# Reached only by a run that has stages.
+POINTS.update(stage=stage)
 
 
 def main(argv: list[str]) -> int:

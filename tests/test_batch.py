@@ -186,3 +186,22 @@ def test_the_longest_possible_sequences_fit() -> None:
     arrays = host_batch(config, groups)
     np.testing.assert_array_equal(arrays["micro_batches"], [3, 2])
     assert arrays["mask"].sum() == 5 * 4 * 12
+
+
+def test_skewed_lengths_are_packed_with_little_padding() -> None:
+    # A mini-batch of ProRL: 64 prompts of 16 samples; lognormal lengths, cut at ten times the median, here 20 tokens.
+    changes = {"max_prompt_tokens": 8, "max_response_tokens": 200, "samples_per_prompt": 16}
+    config = tiny_config(**{f"rollout__{name}": value for name, value in changes.items()})
+    config.batch.update(prompts=64, updates=1, row_tokens=208, micro_batch_rows=16)
+    random = np.random.RandomState(0)
+    lengths_PN = np.clip(np.round(20 * np.exp(0.9 * random.standard_normal((64, 16)))), 1, 200).astype(int)
+    assert lengths_PN.max() == 200
+    groups = [make_group(make_prompt(i, [1] * 8), [[2] * size for size in sizes], [0.0, 1.0] * 8) for i, sizes in enumerate(lengths_PN)]
+    arrays = host_batch(config, groups)
+    computed = int(arrays["micro_batches"].sum()) * 16 * 208
+    padding = 1 - (arrays["segment_ids"] > 0).sum() / computed
+    print(f"padding: {padding:.3f}")
+    assert (arrays["segment_ids"] > 0).sum() == lengths_PN.sum() + 64 * 16 * 8
+    assert 0 <= padding <= 0.1
+    for name, shape in batch_shapes(config, make_mesh("dp")).items():
+        assert arrays[name].shape == shape.shape  # whatever the lengths, the shapes are those that were compiled

@@ -29,6 +29,8 @@ def load(*overrides: str, file: str = QUICKSTART) -> ConfigDict:
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("[!_]*.py")), ids=lambda path: path.stem)
 def test_shipped_configs_are_valid(file: Path, tmp_path: Path) -> None:
+    if file.stem == "prorl_1p5b":  # refused while domains are missing: test_recipe.py
+        return
     if file.stem in ("prorl_v1", "prorl_v2"):  # the model's folder is the user's
         with pytest.raises(ConfigError, match=r"model\.path = 'models/DeepSeek-R1-Distill-Qwen-1\.5B': no such folder"):
             load(file=str(file))
@@ -152,9 +154,8 @@ WRONG_VALUES = {
     "rollout.max_staleness=-1": "0 or more",
     "rollout.temperature=0.0": "greater than 0",
     "rollout.samples_per_prompt=1": "at least 2 samples",
-    "rollout.samples_per_prompt=7": "",  # reported for the field that must divide: rollout.slots
-    "rollout.slots=250": "rollout.samples_per_prompt x the 2 devices that share rows = 16, e.g. 256",
-    "rollout.decode_chunk_tokens=7": "divide rollout.max_response_tokens = 48",
+    "rollout.slots=251": "divide by the 2 devices that share rows, e.g. 252",
+    "rollout.min_response_tokens=49": "rollout.max_response_tokens = 48",
     "rollout.max_response_tokens=480": "",  # reported for batch.row_tokens
     "batch.row_tokens=71": "rollout.max_prompt_tokens + rollout.max_response_tokens = 72",
     "batch.micro_batch_rows=15": "divide by the 2 devices that share the rows",
@@ -196,7 +197,6 @@ WRONG_VALUES = {
 }
 # Where another field than the one given is to blame, its name and value.
 BLAMED = {
-    "rollout.samples_per_prompt=7": ("rollout.slots = 256: ", "e.g. 266"),
     "rollout.max_response_tokens=480": ("batch.row_tokens = 96: ", "= 504"),
     "optimizer.b1=1.0": ("optimizer.b1, b2 = (1.0, ", "below 1"),
     "evaluation.reward=nowhere:f": ("evaluation.reward: reward = 'nowhere:f'", "put nowhere.py into"),

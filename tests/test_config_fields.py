@@ -215,7 +215,8 @@ def test_a_use_of_an_unknown_field_is_found() -> None:
 def test_every_field_has_a_comment() -> None:
     bare = [
         line.strip()
-        for line in (ROOT / "configs/base.py").read_text().splitlines()
+        for file in ("configs/base.py", "configs/ablations/base.py")
+        for line in (ROOT / file).read_text().splitlines()
         if re.match(r"\s+c\.[\w.]+ = (?!ConfigDict\(\)$)", line) and "  # " not in line
     ]
     assert not bare, "say unit, why and source"
@@ -253,7 +254,7 @@ def imports(path: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     "room",
-    ["rollout", "rewards", "data", "evaluation", "algorithms", "monitoring", "models", "sharding", "resets", "warmstart"],
+    ["rollout", "rewards", "data", "evaluation", "algorithms", "monitoring", "models", "sharding", "resets", "warmstart", "ablations"],
 )
 def test_rooms_do_not_import_the_loop(room: str) -> None:
     wrong = {

@@ -289,6 +289,33 @@ def test_the_second_environment_is_made_on_its_own_python(machine: Machine) -> N
     assert len(machine.calls("3.11 -m pip install")) == 1
 
 
+def test_the_quickstart_makes_the_second_environment_only_for_vllm(machine: Machine) -> None:
+    machine.python("3.13")
+    machine.python("3.11")
+    assert machine.quickstart().returncode == 0
+    assert machine.quickstart("--config.rollout.engine=vllm", "--config.rollout.vllm.python=/elsewhere/python").returncode == 0
+    assert not machine.calls(".venv-vllm")
+    result = machine.quickstart("--config.rollout.engine=vllm")
+    assert "engine=vllm" in result.stdout
+    assert (machine.checkout / ".venv-vllm/.ready-requirements-vllm.txt").exists()
+
+
+def test_the_second_environment_is_made_for_the_device_that_is_asked_for(machine: Machine) -> None:
+    machine.python("3.11")
+    install = machine.checkout / "launch/install_vllm.sh"
+    refused = machine.run("bash", install)
+    assert refused.returncode == 1
+    assert "cpu|gpu|tpu" in refused.stderr
+    for platform, file in (("cpu", "requirements-vllm.txt"), ("gpu", "requirements-vllm-gpu.txt"), ("tpu", "requirements-vllm-tpu.txt")):
+        for _ in range(2):
+            assert machine.run("bash", install, platform).returncode == 0
+        assert machine.calls("-m pip install")[-1].endswith(f"-r {file} -qq --disable-pip-version-check --no-input")
+        assert [path.name for path in (machine.checkout / ".venv-vllm").glob(".ready-*")] == [f".ready-{file}"]
+    assert len(machine.calls("-m pip install")) == 3
+    assert len(machine.calls("-m venv .venv-vllm")) == 3, "builds for two devices do not share an environment"
+    assert len(machine.calls("-m pip uninstall")) == 1, "only the CPU build has packages that break it"
+
+
 def test_a_failed_check_fails_the_script_after_the_others_ran(machine: Machine) -> None:
     machine.python("3.13")
     result = machine.test("--quick", FAKE_RUFF_STATUS="1")

@@ -4,11 +4,14 @@ from pathlib import Path
 import pytest
 from factories import tiny_config, tiny_model
 
+from configs.base import stage
 from jaxprorl.data.prompts import Item
+from jaxprorl.data.splits import Items
 from jaxprorl.data.tokenizer import load_tokenizer
-from jaxprorl.errors import DataError, ModelError
+from jaxprorl.errors import ConfigError, DataError, ModelError
 from jaxprorl.run_folder import RunFolder
-from jaxprorl.start import adopt_tokenizer, check_model
+from jaxprorl.start import adopt_tokenizer, check_items, check_model, check_stage
+from jaxprorl.state import RunState
 from jaxprorl.warmstart.tokenizer import build_tokenizer
 
 
@@ -57,3 +60,27 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_rows_is_refused(base: P
     rows = tokenizer.vocab_size - 1
     with pytest.raises(ModelError, match=rf"base: tokenizer\.json has {rows + 1} tokens, config\.json vocab_size = {rows}"):
         check_model(tiny_config(), tiny_model(vocab_size=rows), tokenizer)
+
+
+def test_stages_may_be_added_to_a_recipe_but_not_taken_away() -> None:
+    rows = tuple(stage(name, 9) for name in ("one", "two", "three"))
+    accepted = {}
+    for run in (RunState(), RunState(stages_ended=1), RunState(stage=1, stages_ended=1), RunState(stage=1, stages_ended=2)):
+        for count in range(4):
+            try:
+                check_stage(tiny_config(stages=rows[:count]), run)
+                accepted.setdefault((run.stage, run.stages_ended), []).append(count)
+            except ConfigError as error:
+                assert f"{count} are named, and the run is in number {run.stage + 1}" in str(error)
+    assert accepted == {(0, 0): [0, 1, 2, 3], (0, 1): [1, 2, 3], (1, 1): [2, 3], (1, 2): [2, 3]}
+
+
+def test_a_mix_must_suffice_for_a_batch() -> None:
+    train = tuple(Item("d", task, ({"role": "user", "content": str(i)},), "", "here") for i, task in enumerate("aaab"))
+    items = Items(train, (), (), {})
+    check_items(tiny_config(), items)
+    check_items(tiny_config(data__mix=("a", "b")), items)
+    with pytest.raises(ConfigError, match=r"batch\.prompts = 4: the train split holds 3 prompts of a only; lower it, or add data"):
+        check_items(tiny_config(data__mix=("a",)), items)
+    with pytest.raises(ConfigError, match=r"data\.mix: c: the data has no such domain or task"):
+        check_items(tiny_config(data__mix=("c",)), items)

@@ -156,7 +156,7 @@ def test_a_command_is_repeated_at_its_step_by_a_run_that_was_killed_while_taking
     """The reference is a run that finds the command in its list from the start."""
     run = home / "runs/commanded"
     run.mkdir(parents=True)
-    (run / TAKEN).write_text('{"step": 1, "id": "a", "reason": "to see"}\n')
+    (run / TAKEN).write_text('{"step": 1, "id": "a", "kind": "reset", "reason": "to see"}\n')
     options = (*NO_RESETS, "run_name=commanded", "steps=3")
     tiny_run.train(home, *options)
     (event,) = resets_of(run)

@@ -12,7 +12,7 @@ def rules() -> watch.Rules:
     config = tiny_config()
     config.resets.update({"at_steps": (3,), "kl_spike": {"on": True}})
     config.alarms.update({"kl_spike": {"action": "log"}, "entropy_collapse": {"action": "pause"}})
-    return watch.make_rules(config)
+    return watch.make_rules(config)[0]
 
 
 def test_resets_and_alarms_look_at_the_same_step_and_a_reset_empties_both_baselines_of_kl() -> None:
@@ -47,8 +47,8 @@ def test_through_json_and_back() -> None:
 
 def test_rules_say_whether_they_are_blind() -> None:
     config = tiny_config(resets__blind=False)
-    assert watch.make_rules(config).blind
+    assert watch.make_rules(config)[0].blind
     config.resets.validation.on = True
-    assert not watch.make_rules(config).blind
+    assert not watch.make_rules(config)[0].blind
     config.resets.blind = True
-    assert watch.make_rules(config).blind
+    assert watch.make_rules(config)[0].blind

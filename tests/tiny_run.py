@@ -26,8 +26,38 @@ VALIDATION_EVERY = 3
 CHECKPOINT_EVERY = 2
 
 
-def get_config() -> ConfigDict:
-    """base.py, shrunk until a run with compiled executables at hand takes about ten seconds."""
+def get_config(recipe: str = "") -> ConfigDict:
+    """base.py, shrunk until a run with compiled executables at hand takes about ten seconds; "stages": with three of them."""
+    c = tiny()
+    if recipe == "stages":
+        c.run_name = "staged"
+        c.steps = 20
+        c.stages = STAGES
+        c.rollout.max_staleness = 1  # groups without room wait, and meet the ends of stages
+        c.resets.every_steps = 0
+        c.resets.blind = False
+        c.validation.every_steps = 1
+        c.checkpoint.every_steps = 100
+        c.checkpoint.keep = 9
+    return c
+
+
+# A mix, then more samples until the plateau (which these bounds find as soon as two validations are there), then longer answers until told.
+STAGES = (
+    base.stage("one task", 1, {"data.mix": ("chain_sum",), "optimizer.learning_rate": 2e-3}),
+    base.stage(
+        "both", 5, {"data.mix": (), "rollout.samples_per_prompt": 8}, reset_reference=True, reset_optimizer="all", end="plateau",
+        patience=1, min_change=1.0,
+    ),
+    base.stage(
+        "longer", 5, {"rollout.samples_per_prompt": 4, "rollout.max_response_tokens": 60, "batch.updates": 1},
+        reset_reference=True, end="manual",
+    ),
+)  # fmt: skip
+
+
+def tiny() -> ConfigDict:
+    """The tiny run itself."""
     c = base.get_config()
     c.run_name = "tiny"
     c.steps = STEPS
@@ -97,14 +127,19 @@ class Command:
     """launch/train.py in a process group of its own, so that everything it leaves behind can be found."""
 
     def __init__(
-        self, folder: Path, *overrides: str, program: Sequence[str] = (str(ROOT / "launch/train.py"),), terminal: int | None = None
+        self,
+        folder: Path,
+        *overrides: str,
+        program: Sequence[str] = (str(ROOT / "launch/train.py"),),
+        terminal: int | None = None,
+        recipe: str = "",
     ):
-        """`terminal`: file descriptor that output goes to; None = it is captured."""
+        """`terminal`: file descriptor that output goes to; None = it is captured. `recipe`: of `get_config`."""
         environment = user_environment()
         output = subprocess.PIPE if terminal is None else terminal
         self.started_s = time.perf_counter()
         self.process = subprocess.Popen(
-            [sys.executable, *program, f"--config={__file__}", *(f"--config.{override}" for override in overrides)],
+            [sys.executable, *program, f"--config={__file__}:{recipe}", *(f"--config.{override}" for override in overrides)],
             cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, text=True, start_new_session=True,
         )  # fmt: skip
 

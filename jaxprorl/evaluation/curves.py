@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from jaxprorl.evaluation.statistics import GainRow
 
 INK, GRID, BEFORE, AFTER, MARK = "#1f2933", "#e4e7eb", "#9aa5b1", "#0b6e99", "#c2410c"
-_COLOURS = (AFTER, "#c98a00", "#6d4ca3", "#3a7d44")
+COLOURS = (AFTER, "#c98a00", "#6d4ca3", "#3a7d44")
 _SMOOTH = 5  # steps of the running mean drawn over noisy series
 
-_STYLE: Any = {
+STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: sharp, selectable, in the reader's own sans-serif
     "font.family": "sans-serif",
     "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"],
@@ -96,7 +96,7 @@ def running_mean(values: Sequence[float], width: int = _SMOOTH) -> list[float]:
     return [sum(values[max(0, i + 1 - width) : i + 1]) / min(width, i + 1) for i in range(len(values))]
 
 
-def _svg(figure: Figure, salt: str, label: str) -> str:
+def svg_element(figure: Figure, salt: str, label: str) -> str:
     """The figure as an `<svg>` element for HTML, with `label` as its text alternative (plain text, escaped here)."""
     out = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": salt}):
@@ -109,8 +109,15 @@ def _svg(figure: Figure, salt: str, label: str) -> str:
     return text.replace("<svg", f'<svg role="img" aria-label="{safe}"', 1)
 
 
-def curve_svg(curve: Curve, rows: Sequence[Mapping[str, Any]], resets: Sequence[int]) -> str | None:
-    """The curve over the metric rows with a dashed line after each step in `resets`; None when no row has its metrics."""
+def curve_svg(
+    curve: Curve, rows: Sequence[Mapping[str, Any]], resets: Sequence[int], stages: Mapping[int, int] | None = None
+) -> str | None:
+    """The curve over the metric rows; None when no row has its metrics.
+
+    Args:
+        resets: steps right before which there is a dashed line.
+        stages: first step -> number; a grey line right before the first step, with the number, for all but the one that begins at step 0.
+    """
     drawn = [
         (label, [(row["step"], row[metric]) for row in rows if metric in row])
         for metric, label in curve.series
@@ -118,11 +125,11 @@ def curve_svg(curve: Curve, rows: Sequence[Mapping[str, Any]], resets: Sequence[
     ]
     if not drawn:
         return None
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(5.4, 2.7), layout="constrained")
         axes = figure.add_subplot()
         words = []
-        for (label, points), colour in zip(drawn, _COLOURS, strict=False):
+        for (label, points), colour in zip(drawn, COLOURS, strict=False):
             steps, values = [p[0] for p in points], [p[1] for p in points]
             marker = "o" if len(points) <= 24 else None
             if curve.smooth and len(points) > 2 * _SMOOTH:
@@ -133,6 +140,11 @@ def curve_svg(curve: Curve, rows: Sequence[Mapping[str, Any]], resets: Sequence[
             words.append(f"{label} from {values[0]:.4g} to {values[-1]:.4g}")
         for index, step in enumerate(resets):
             axes.axvline(step, color=MARK, linewidth=1.1, linestyle=(0, (4, 3)), label="reset" if index == 0 else None, gid=f"reset-{step}")
+        for step, number in (stages or {}).items():
+            if step:
+                axes.axvline(step - 0.5, color=BEFORE, linewidth=1.0, zorder=0, gid=f"stage-{number}")
+            top = axes.get_xaxis_transform()
+            axes.text(step - 0.5 if step else 0, 1.0, f" {number}", transform=top, va="top", fontsize=8, color="#52606d")
         if curve.log:
             axes.set_yscale("symlog", linthresh=1e-2)
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -146,12 +158,13 @@ def curve_svg(curve: Curve, rows: Sequence[Mapping[str, Any]], resets: Sequence[
         axes.set_ylabel(curve.unit)
         figure.legend(loc="outside upper left", ncols=4, fontsize=9, handlelength=1.8, columnspacing=1.4)
         marks = f"; resets after step {', '.join(map(str, resets))}" if resets else ""
-        return _svg(figure, curve.title, f"{curve.title} over steps: {', '.join(words)}{marks}")
+        marks += "".join(f"; stage {number} from step {step}" for step, number in (stages or {}).items())
+        return svg_element(figure, curve.title, f"{curve.title} over steps: {', '.join(words)}{marks}")
 
 
 def gains_svg(rows: Sequence[GainRow]) -> str:
     """Before and after per task, with their 95 % intervals, as two dots on a line each."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9.2, 0.62 + 0.42 * len(rows)), layout="constrained")
         axes = figure.add_subplot()
         for place, row in enumerate(rows):
@@ -166,4 +179,4 @@ def gains_svg(rows: Sequence[GainRow]) -> str:
         axes.grid(axis="y", visible=False)
         axes.tick_params(axis="y", length=0)
         words = "; ".join(f"{row.task} from {100 * row.before:.1f} to {100 * row.after:.1f} percent" for row in rows)
-        return _svg(figure, "gains", f"Solve rates before and after RL: {words}")
+        return svg_element(figure, "gains", f"Solve rates before and after RL: {words}")

@@ -13,29 +13,30 @@ def evaluate(
     engine: Engine,
     graders: GraderPool,
     prompts: Sequence[Prompt],
-    temperature: float,
-    seed: int,
+    sampling: Sampling,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Samples every prompt once and grades it.
 
     Args:
-        temperature: 0 = greedy.
-        seed: of the draws; the same seed and weights give the same result.
+        sampling: of one sample per prompt; the same one and the same weights give the same result.
         on_progress: called with (completions so far, all).
 
     Returns:
-        A `solve_summary`. A grader error counts as not solved here: an item cannot leave a benchmark.
+        A `solve_summary`, and `completion_tokens`, the number sampled. A grader error counts as not solved here: an item cannot leave
+        a benchmark.
     """
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    for done, completion in enumerate(engine.generate(prompts, Sampling(1, temperature, seed, step=0)), start=1):
+    tokens = 0
+    for done, completion in enumerate(engine.generate(prompts, sampling), start=1):
         graders.submit(by_id[completion.prompt_id], [completion])
+        tokens += len(completion.token_ids)
         on_progress(done, len(prompts))
     scores = graders.collect()
     values: dict[str, list[float]] = {}
     for prompt in prompts:
         values.setdefault(prompt.task, []).append(scores[prompt.prompt_id, 0].value)
-    return solve_summary(values)
+    return solve_summary(values) | {"completion_tokens": tokens}
 
 
 def first_per_task(prompts: Sequence[Prompt], count: int) -> list[Prompt]:

@@ -6,12 +6,13 @@ Whatever comes out of a file goes through `escape`: prompts, completions and tas
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from jaxprorl.evaluation.curves import CURVES, curve_svg, gains_svg
+from jaxprorl.evaluation.page import facts, page, table, text, write_page
 from jaxprorl.evaluation.statistics import GainRow, gain_rows
 from jaxprorl.monitoring import events as event_log
 from jaxprorl.monitoring import jsonl
@@ -19,40 +20,10 @@ from jaxprorl.monitoring.samples import read_samples
 
 # Others are only counted.
 _LISTED = (
-    "run_start", "warm_start", "resume", "reset", "reset_effect", "alarm", "interrupted", "evaluation", "grader_errors", "run_end",
+    "run_start", "warm_start", "resume", "stage", "stage_end", "reset", "reset_effect", "alarm", "interrupted", "evaluation",
+    "grader_errors", "run_end",
 )  # fmt: skip
 _SAMPLES_SHOWN = 4  # per step, one per task first
-_CSS = """
-:root { color-scheme: light; --ink: #1f2933; --soft: #52606d; --line: #e4e7eb; --accent: #0b6e99; --mark: #c2410c; }
-* { box-sizing: border-box; }
-body { margin: 0; background: #f5f7f9; color: var(--ink);
-  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; }
-main { max-width: 1040px; margin: 0 auto; padding: 40px 24px 64px; }
-h1 { font-size: 30px; line-height: 1.2; margin: 0 0 6px; } h2 { font-size: 20px; margin: 44px 0 12px; }
-h3 { font-size: 15px; margin: 0 0 6px; } .card + h3 { margin-top: 20px; }
-p { max-width: 74ch; margin: 0 0 12px; } .lead { font-size: 18px; color: var(--soft); } .soft { color: var(--soft); font-size: 14px; }
-.card, figure { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: 16px 18px; margin: 0; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(240px, 1fr)); gap: 12px; margin: 24px 0 0; }
-.tile b { display: block; font-size: 24px; line-height: 1.25; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.tile span { color: var(--soft); font-size: 13px; }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 16px; }
-figure svg { display: block; width: 100%; height: auto; } figcaption { color: var(--soft); font-size: 13px; margin: 4px 0 0; }
-.card + .soft { margin-top: 8px; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
-th { text-align: right; font-weight: 600; color: var(--soft); border-bottom: 1px solid #9aa5b1; padding: 6px 9px; vertical-align: bottom; }
-td { text-align: right; border-bottom: 1px solid var(--line); padding: 7px 9px; white-space: nowrap; vertical-align: top; }
-th:first-child, td:first-child { text-align: left; } tr.all td { font-weight: 650; border-bottom: 0; } td small { color: var(--soft); }
-th.words { text-align: left; } td.words { text-align: left; white-space: pre-wrap; overflow-wrap: anywhere; }
-.good { color: #2b6a30; font-weight: 600; } .mark { color: var(--mark); font-weight: 600; }
-.note { border-left: 4px solid #d9a400; background: #fffaeb; padding: 10px 16px; border-radius: 4px; margin: 20px 0 0; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 20px; margin: 0; font-size: 14px; }
-dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
-details { margin: 12px 0 0; } summary { cursor: pointer; font-weight: 600; }
-pre, code { font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-pre { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: 14px; overflow-x: auto; }
-@media (max-width: 520px) { .grid { grid-template-columns: 1fr; } }
-@media print { body { background: #fff; } figure, .card, tr { break-inside: avoid; } }
-"""
 
 
 def _json(path: Path) -> dict[str, Any] | None:
@@ -62,36 +33,6 @@ def _json(path: Path) -> dict[str, Any] | None:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
         raise ValueError(f"{path}: not a JSON object: {error}") from error
-
-
-def _text(value: Any) -> str:
-    """A value for a reader, escaped: thousands separated, floats to four digits, containers as JSON."""
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "none"}[value]
-    if isinstance(value, int):
-        return f"{value:,}" if abs(value) >= 10_000 else str(value)
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{escape(str(key))} {_text(item)}" for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_text, value))
-    return escape(str(value))
-
-
-def _facts(pairs: Iterable[tuple[str, Any]]) -> str:
-    rows = "".join(f"<dt>{escape(name.replace('_', ' '))}</dt><dd>{_text(value)}</dd>" for name, value in pairs if value is not None)
-    return f'<div class="card"><dl>{rows}</dl></div>' if rows else ""
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: frozenset[int] = frozenset()) -> str:
-    """A table of cells that are HTML already; columns in `words` hold running text."""
-
-    def cells(tag: str, values: Sequence[str]) -> str:
-        return "".join(f'<{tag} class="words">{v}</{tag}>' if i in words else f"<{tag}>{v}</{tag}>" for i, v in enumerate(values))
-
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f'<div class="card scroll"><table><thead><tr>{cells("th", headings)}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _seconds(value: float) -> str:
@@ -157,21 +98,47 @@ def _explanation(warm_start: Mapping[str, Any] | None, total: GainRow | None) ->
             f"answer). The policy then solved {100 * total.before:.1f} % of the held-out items; after RL it solves "
             f"{100 * total.after:.1f} %.</p>"
         )
-    return "".join(parts) + _facts((name, value) for name, value in warm_start.items() if name != "explanation")
+    return "".join(parts) + facts((name, value) for name, value in warm_start.items() if name != "explanation")
 
 
-def _curves(rows: Sequence[Mapping[str, Any]], resets: Sequence[int]) -> str:
+def _curves(rows: Sequence[Mapping[str, Any]], resets: Sequence[int], stages: Mapping[int, int]) -> str:
     figures = []
     for curve in CURVES:
-        svg = curve_svg(curve, rows, resets)
+        svg = curve_svg(curve, rows, resets, stages)
         if svg:
             smooth = " Thin: per step; thick: mean of the last five." if curve.smooth else ""
             note = f"<figcaption>{escape(curve.note + smooth)}</figcaption>"
             figures.append(f"<figure><h3>{escape(curve.title)}</h3>{svg}{note}</figure>")
     if not figures:
         return "<p>No metrics were recorded.</p>"
-    said = '<p class="soft">The <span class="mark">dashed lines</span> mark resets.</p>' if resets else ""
-    return said + f'<div class="grid">{"".join(figures)}</div>'
+    said = ['The <span class="mark">dashed lines</span> mark resets.'] if resets else []
+    said += ["Grey lines part the stages, whose numbers stand beside them."] if stages else []
+    return (f'<p class="soft">{" ".join(said)}</p>' if said else "") + f'<div class="grid">{"".join(figures)}</div>'
+
+
+def _stages(rows: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> str:
+    """What each stage changed, how it ended and where it left validation; empty without stages."""
+    ends = {event["number"]: event for event in events if event["kind"] == "stage_end"}
+    resets = {event["step"]: event["reason"] for event in events if event["kind"] == "reset"}
+    cells = []
+    for begun in (event for event in events if event["kind"] == "stage"):
+        steps = [row for row in rows if row.get("stage") == begun["number"]]
+        rates = [row["validation.solve_rate"] for row in steps if "validation.solve_rate" in row]
+        cells.append(
+            [
+                str(begun["number"]),
+                escape(begun["name"]),
+                f"{steps[0]['step']} to {steps[-1]['step']}" if steps else "",
+                "; ".join(f"{escape(field)} = {text(value)}" for field, value in begun["changes"].items()) or "nothing",
+                "yes" if resets.get(begun["step"]) == f"stage {begun['name']}" else "no",
+                escape(ends[begun["number"]]["reason"]) if begun["number"] in ends else "with the run",
+                f"{100 * rates[-1]:.1f}" if rates else "",
+            ]
+        )
+    if not cells:
+        return ""
+    head = ("", "stage", "steps", "changes", "reset at its start", "ended", "last validation, % solved")
+    return "<h2>Stages</h2>" + table(head, cells, frozenset({1, 3, 5}))
 
 
 def _events(events: Sequence[Mapping[str, Any]]) -> str:
@@ -186,7 +153,7 @@ def _events(events: Sequence[Mapping[str, Any]]) -> str:
         [
             str(event["step"]),
             f'<span class="mark">{escape(event["kind"])}</span>' if event["kind"] == "reset" else escape(event["kind"]),
-            "; ".join(f"{escape(name)}: {_text(value)}" for name, value in event.items() if name not in ("step", "kind")),
+            "; ".join(f"{escape(name)}: {text(value)}" for name, value in event.items() if name not in ("step", "kind")),
         ]
         for event in events
         if event["kind"] in _LISTED
@@ -196,10 +163,10 @@ def _events(events: Sequence[Mapping[str, Any]]) -> str:
         for event in events
         if event["kind"] == "validation"
     ]
-    out = f"<p>Counts: {said}.{extra}</p>" + _table(("step", "event", "what"), listed, frozenset({1, 2}))
+    out = f"<p>Counts: {said}.{extra}</p>" + table(("step", "event", "what"), listed, frozenset({1, 2}))
     if validations:
-        table = _table(("step", "solve rate", "mean score"), validations)
-        out += f"<details><summary>{len(validations)} validations</summary>{table}</details>"
+        shown = table(("step", "solve rate", "mean score"), validations)
+        out += f"<details><summary>{len(validations)} validations</summary>{shown}</details>"
     return out
 
 
@@ -211,10 +178,10 @@ def _samples(folder: Path) -> str:
         for row in read_samples(path):
             by_task.setdefault(row["task"], []).append(row)
         rows = [rows[0] for _, rows in sorted(by_task.items())][:_SAMPLES_SHOWN]
-        cells = [[escape(r["task"]), escape(r["prompt"]), escape(r["completion"]), escape(r["answer"]), _text(r["score"])] for r in rows]
+        cells = [[escape(r["task"]), escape(r["prompt"]), escape(r["completion"]), escape(r["answer"]), text(r["score"])] for r in rows]
         if cells:
             out += f"<h3>Step {rows[0]['step']}, the first sample of each task</h3>"
-            out += _table(("task", "prompt", "completion", "reference", "score"), cells, frozenset({1, 2, 3}))
+            out += table(("task", "prompt", "completion", "reference", "score"), cells, frozenset({1, 2, 3}))
     return f"<h2>Answers</h2>{out}" if out else ""
 
 
@@ -256,10 +223,12 @@ def render(run_dir: str | os.PathLike[str]) -> str:
     if summary:
         body.append(f"<h2>Before and after, per task</h2>{_gain_table(gains)}<figure>{gains_svg(gains)}</figure>")
     body.append(f"<h2>What was demonstrated, and what kind of gain this is</h2>{_explanation(warm_start, total)}")
-    body.append(f"<h2>The run, step by step</h2>{_curves(rows, resets)}")
+    body.append(_stages(rows, events))
+    stages = {event["step"]: event["number"] for event in events if event["kind"] == "stage"}
+    body.append(f"<h2>The run, step by step</h2>{_curves(rows, resets, stages)}")
     body.append(f"<h2>What the run decided</h2>{_events(events)}")
     body.append(_samples(run / "samples"))
-    facts = [
+    known = [
         ("seed", (summary or {}).get("seed", start.get("seed", (config or {}).get("seed")))),
         ("steps in the log", len(rows) or None),
         ("resets", len(resets)),
@@ -269,22 +238,16 @@ def render(run_dir: str | os.PathLike[str]) -> str:
         ("seconds", (summary or {}).get("seconds")),
         ("package versions", start.get("versions")),
     ]
-    body.append(f"<h2>Facts</h2>{_facts(facts)}")
+    body.append(f"<h2>Facts</h2>{facts(known)}")
     if config:
         body.append(f"<details><summary>Resolved config</summary><pre>{escape(json.dumps(config, indent=2))}</pre></details>")
     kinds = "".join(f"<dt>{escape(kind)}</dt><dd>{escape(meaning)}</dd>" for kind, (meaning, _) in event_log.EVENTS.items())
     body.append(f'<details><summary>Event kinds</summary><div class="card"><dl>{kinds}</dl></div></details>')
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}: run report</title><style>{_CSS}</style></head><body><main>{''.join(body)}</main></body></html>\n"
-    )
+    return page(f"{title}: run report", body)
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Writes `report.html` into the run folder, whole or not at all; may be called on an unfinished run and again. Errors as `render`."""
     path = Path(run_dir) / "report.html"
-    text = render(run_dir)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    write_page(path, render(run_dir))
     return path

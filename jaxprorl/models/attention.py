@@ -33,9 +33,9 @@ def packed_attention(compute: Compute, segment_ids_BS: jax.Array) -> Packed:
         rows = partial(chunked_attention, chunk_tokens=compute.attention_chunk_tokens)
     else:
         rows = kernel(compute.attention, interpret=compute.platform == "cpu")
-    if compute.mesh is None:
+    if compute.row_mesh is None:
         return lambda q, k, v: rows(q, k, v, segment_ids_BS)
-    return partial(_on_mesh, compute, compute.mesh, rows, segment_ids_BS)
+    return partial(_on_mesh, compute, compute.row_mesh, rows, segment_ids_BS)
 
 
 def _on_mesh(

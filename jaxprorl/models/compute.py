@@ -28,6 +28,7 @@ class Compute:
         remat: one of `REMAT`.
         mesh: what the rows are split over. None = nothing, on a CPU.
         strategy: how parameters are split over it.
+        own_rows: inside a shard_map over the mesh already, with whole parameters: the rows are one device's own.
     """
 
     dtype: str = "float32"
@@ -36,6 +37,12 @@ class Compute:
     remat: str = "none"
     mesh: "Mesh | None" = None
     strategy: str = "dp"
+    own_rows: bool = False
+
+    @property
+    def row_mesh(self) -> "Mesh | None":
+        """What the rows at hand are still to be split over; None = nothing."""
+        return None if self.own_rows else self.mesh
 
     @property
     def table(self) -> Table:

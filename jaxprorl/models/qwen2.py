@@ -1,12 +1,13 @@
 """The Qwen2 decoder: one declaration per parameter, one block shared by training and decoding.
 
 Layers are stacked on a leading axis and scanned, so that compile time does not grow with depth. Every matmul runs on
-activations flattened to two axes: XLA:CPU sends three-axis dots down a path that is about half as fast.
+activations flattened to two axes, unless both are split: XLA:CPU sends three-axis dots down a path that is about half as fast.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -17,6 +18,7 @@ from jaxprorl.models.attention import packed_attention
 from jaxprorl.models.compute import Compute
 from jaxprorl.models.dense import multiply_by_copies
 from jaxprorl.models.remat import remat
+from jaxprorl.sharding.strategies import CONTEXT_AXIS
 
 Params = dict[str, jax.Array]
 ONE_HOT_MAX_VOCAB = 2048  # below it the embedding is a one-hot matmul when differentiated: scatter gradients are slow on CPU
@@ -154,13 +156,44 @@ class Qwen2(nnx.Module):
 
         def body(carry: tuple[jax.Array, Any], layer: tuple[Mapping[str, jax.Array], jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
             (x, caches), (weights, index) = carry, layer
-            return block(c, weights, x, cos, sin, lambda q, k, v: attend(q, k, v, index, caches), multiply), None
+            return block(c, weights, x, cos, sin, lambda q, k, v: attend(q, k, v, index, caches), not cut, multiply), None
 
+        # Rows and tokens that are both split cannot become one axis without a gather.
+        cut = self.compute.row_mesh is not None and self.compute.row_mesh.shape[CONTEXT_AXIS] > 1
         multiply = multiply_by_copies if self.compute.copies_for_gradients else jnp.matmul
         unroll = c.num_hidden_layers if c.num_hidden_layers <= UNROLL_MAX_LAYERS else 1
         body = remat(body, self.compute.remat, unrolled=unroll > 1)
         (x_BSD, caches), _ = jax.lax.scan(body, (x_BSD, caches), (stacked, jnp.arange(c.num_hidden_layers)), unroll=unroll)
         return rms_norm(x_BSD, self.final_norm[...], c.rms_norm_eps), caches
+
+    def layer_weights(self) -> list[dict[str, jax.Array]]:
+        """The weights of each layer in the compute dtype, cut out of the stack: what `run_layers_apart` takes. Call it outside of loops."""
+        stacked = {
+            n: getattr(self, n)[...].astype(self.compute.dtype) for n, d in declarations(self.config).items() if d.axes[0] == "layers"
+        }
+        return [{name: value[layer] for name, value in stacked.items()} for layer in range(self.config.num_hidden_layers)]
+
+    def run_layers_apart(
+        self,
+        weights: Sequence[Mapping[str, jax.Array]],
+        x_BSD: jax.Array,
+        positions_BS: jax.Array,
+        attend: Callable[..., tuple[jax.Array, Any]],
+        caches: Sequence[Any],
+    ) -> tuple[jax.Array, list[Any]]:
+        """`run_layers` for decoding: every layer has arrays of its own, so that its cache is read and written in place.
+
+        Args:
+            weights: of `layer_weights`.
+            attend: (q_BSHK, k_BSGK, v_BSGK, cache=the layer's) -> (context_BSHK, the cache).
+            caches: one per layer.
+        """
+        c, after = self.config, []
+        cos, sin = rope_tables(positions_BS, c.head_dim, c.rope_theta)
+        for layer, cache in zip(weights, caches, strict=True):
+            x_BSD, cache = block(c, layer, x_BSD, cos, sin, partial(attend, cache=cache))
+            after.append(cache)
+        return rms_norm(x_BSD, self.final_norm[...], c.rms_norm_eps), after
 
     def head(self) -> jax.Array:
         """The output matrix head_VD in the compute dtype; the embedding itself when tied."""
@@ -174,17 +207,19 @@ def block(
     cos_BSK: jax.Array,
     sin_BSK: jax.Array,
     attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
+    flat: bool = True,
     multiply: Callable[[jax.Array, jax.Array], jax.Array] = jnp.matmul,
 ) -> tuple[jax.Array, Any]:
-    """One pre-norm decoder block: attention with q/k/v biases and rotary positions, then SwiGLU."""
+    """One pre-norm decoder block: attention with q/k/v biases and rotary positions, then SwiGLU. `flat`: rows and tokens as one axis N."""
     rows = x_BSD.shape[:2]
-    y_ND = rms_norm(x_BSD, w["attention_norm"], c.rms_norm_eps).reshape(-1, c.hidden_size)
+    tokens = (-1,) if flat else rows
+    y_ND = rms_norm(x_BSD, w["attention_norm"], c.rms_norm_eps).reshape(*tokens, c.hidden_size)
     q_BSHK = (multiply(y_ND, w["q_kernel"]) + w["q_bias"]).reshape(*rows, c.num_attention_heads, c.head_dim)
     k_BSGK = (multiply(y_ND, w["k_kernel"]) + w["k_bias"]).reshape(*rows, c.num_key_value_heads, c.head_dim)
     v_BSGK = (multiply(y_ND, w["v_kernel"]) + w["v_bias"]).reshape(*rows, c.num_key_value_heads, c.head_dim)
     context_BSHK, cache = attend(rotate(q_BSHK, cos_BSK, sin_BSK), rotate(k_BSGK, cos_BSK, sin_BSK), v_BSGK)
-    x_BSD = x_BSD + multiply(context_BSHK.reshape(-1, w["o_kernel"].shape[0]), w["o_kernel"]).reshape(x_BSD.shape)
-    y_ND = rms_norm(x_BSD, w["mlp_norm"], c.rms_norm_eps).reshape(-1, c.hidden_size)
+    x_BSD = x_BSD + multiply(context_BSHK.reshape(*tokens, w["o_kernel"].shape[0]), w["o_kernel"]).reshape(x_BSD.shape)
+    y_ND = rms_norm(x_BSD, w["mlp_norm"], c.rms_norm_eps).reshape(*tokens, c.hidden_size)
     y_NF = jax.nn.silu(multiply(y_ND, w["gate_kernel"])) * multiply(y_ND, w["up_kernel"])
     return x_BSD + multiply(y_NF, w["down_kernel"]).reshape(x_BSD.shape), cache
 

@@ -14,17 +14,31 @@ __all__ = ["EVENTS", "EventLog", "read", "truncate"]
 EVENTS: dict[str, tuple[str, str]] = {
     "run_start": (
         "a run begins from nothing",
-        "seed, steps, parameters (count), devices (count), attention, remat, versions {package: version}",
+        "seed, steps, parameters (count), devices (count), attention, remat, versions {package: version}, "
+        "identity {data, tokenizer, reward: digest}, start_digest (of the start parameters)",
     ),
     "resume": ("a run goes on from a checkpoint", "checkpoint_step, metrics_offset?, events_offset?"),
     "warm_start": ("the base model is ready", "cached (bool), fingerprint, skill_updates?, careless_updates?, solve_rate?"),
     "data": ("splits made and compared", "train, validation, held_out (items), duplicates_removed?, fingerprint?"),
-    "compile": ("an executable was built before the loop", "name, shapes?, time_s?"),
+    "compile": (
+        "an executable was built before the loop",
+        "name, shapes?, time_s?, memory_bytes? {argument, output, alias (shared by these), temp: the compiler's estimate per device}",
+    ),
     "evaluation": ("held-out split graded", "when (before or after), temperature, solve_rate, mean_score, per_task?"),
+    "stage": (
+        "a stage begins, right before this step",
+        "number (from 1), name, reason (how the one before ended), changes {field: value}, surplus_dropped (groups that do not fit it), "
+        "tokens_wasted (theirs)",
+    ),
+    "stage_end": (
+        "a stage has ended with this step",
+        "number, name, steps, trigger (steps, plateau or manual), reason, signals (what it read: step, validation, person), "
+        "statistics {name: value}",
+    ),
     "reset": (
         "reference, optimizer or both reset, right before this step",
         "reference (bool: it became the policy), optimizer (what of it, docs/resets.md), reason, trigger, "
-        "statistics {name: value}, signals (what the trigger read: step, "
+        "(stage = it comes with a stage), statistics {name: value}, signals (what the trigger read: step, "
         "training, validation, person), blind (bool: no trigger of the run can see validation), also (other triggers that fired), "
         "before {metric: value in the step before}",
     ),
@@ -34,12 +48,20 @@ EVENTS: dict[str, tuple[str, str]] = {
     "refill": ("more prompts drawn to fill the batch", "round, prompts (count)"),
     "cap_reached": ("no more prompts may be drawn this step", "drawn, kept, wanted"),
     "skipped_updates": ("gradients that are not finite: the updates were skipped", "count, in_a_row"),
-    "swap": ("the engine took new weights", "policy_version, mismatch_max?"),
+    "swap": (
+        "the engine took new weights",
+        "policy_version; of workers: bytes? (of the weights), probe_nats? (largest difference to the trainer's log-probs), "
+        "lost_workers? (since the swap before), time_swap_s?, time_load_s? (of the slowest)",
+    ),
     "validation": ("validation split graded", "solve_rate, mean_score, per_task?"),
     "grader_errors": ("samples without a score", "count, share, graders?, examples?"),
     "checkpoint": ("a checkpoint was written", "checkpoint_step?, bytes?, time_s?"),
     "interrupted": ("a signal stopped the run after this step", "signal"),
-    "run_end": ("all steps done", "steps, resets"),
+    "device_memory": ("peak since this process began, where the platform tells", "peak_bytes [per device]"),
+    "run_end": (
+        "all steps or stages done, or a budget used up",
+        "steps, resets, spent {completion_tokens (of validations too), updates (skipped ones too), prompts}",
+    ),
 }
 _CLOCK_SUFFIXES = ("_s", "seconds", "timestamp", "elapsed", "duration")
 

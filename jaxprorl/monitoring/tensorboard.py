@@ -10,7 +10,8 @@ from tensorboardX import SummaryWriter
 
 from jaxprorl.monitoring import jsonl
 
-_MARKED = ("run_start", "resume", "warm_start", "evaluation", "reset", "alarm", "interrupted", "run_end")  # kinds worth reading as text
+# Kinds worth reading as text.
+_MARKED = ("run_start", "resume", "warm_start", "evaluation", "stage", "stage_end", "reset", "alarm", "interrupted", "run_end")
 
 
 class TensorBoardMirror:

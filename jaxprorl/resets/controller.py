@@ -128,8 +128,35 @@ def settle(
     cleared = {name for name, trigger in triggers_of(controller).items() if trigger.cleared}
     kept = {name: () if name in cleared else memory for name, memory in memories.items()}
     also = tuple(firing.trigger for firing in firings if firing is not chosen)
-    decision = Decision(chosen, also, {name: signals.training[name] for name in GAUGES if name in signals.training})
+    decision = Decision(chosen, also, gauges(signals.training))
     return ControllerState(kept, state.resets + 1, signals.step, decision), list(firings)
+
+
+def begin_stage(
+    controller: Controller, state: ControllerState, step: int, changed: bool, reset: Firing | None, before: Mapping[str, float]
+) -> ControllerState:
+    """The state for a stage whose first step is `step`.
+
+    Args:
+        controller: of the stage.
+        changed: it changes fields: nothing that was remembered of earlier steps need hold any more.
+        reset: of the stage itself. It counts like any other and takes the place of one that a trigger decided on for this boundary.
+        before: `gauges` of the step before.
+    """
+    memories = {} if changed else dict(state.memories)
+    if reset is None:
+        return replace(state, memories=memories)
+    for name, trigger in triggers_of(controller).items():
+        if trigger.cleared:
+            memories.pop(name, None)
+    replaced = state.due(step)
+    also = (replaced.firing.trigger, *replaced.also) if replaced else ()
+    return ControllerState(memories, state.resets + (replaced is None), step, Decision(reset, also, before))
+
+
+def gauges(values: Mapping[str, float]) -> dict[str, float]:
+    """GAUGES among a step's metrics."""
+    return {name: values[name] for name in GAUGES if name in values}
 
 
 def triggers_of(controller: Controller) -> dict[str, BlindTrigger | Stagnation]:

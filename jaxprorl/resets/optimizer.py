@@ -118,8 +118,7 @@ def reset_opt_state(opt_state: Any, fresh: Any, parts: Collection[Part]) -> Any:
     return kind(**values)
 
 
-def what_is_reset(config: ConfigDict) -> str:
-    """`config.resets` in words, e.g. "reference and optimizer (moments)"."""
-    name = config.resets.optimizer
-    optimizer = {"all": ["optimizer"], "none": []}.get(name, [f"optimizer ({name})"])
-    return " and ".join([*(["reference"] if config.resets.reference else []), *optimizer])
+def what_is_reset(reference: bool, optimizer: str) -> str:
+    """Values of `config.resets` in words, e.g. "reference and optimizer (moments)"."""
+    parts = {"all": ["optimizer"], "none": []}.get(optimizer, [f"optimizer ({optimizer})"])
+    return " and ".join([*(["reference"] if reference else []), *parts])

@@ -11,7 +11,9 @@ from ml_collections import ConfigDict
 from jaxprorl.config import check_resets
 from jaxprorl.errors import ConfigError, DataError
 from jaxprorl.monitoring import jsonl
-from jaxprorl.resets.controller import ControllerState, make_controller
+from jaxprorl.recipe import stage_configs
+from jaxprorl.resets.controller import ControllerState, begin_stage, gauges, make_controller
+from jaxprorl.resets.stages import RESET
 from jaxprorl.resets.triggers import Firing
 from jaxprorl.run_folder import RunFolder
 from jaxprorl.watch import control
@@ -45,26 +47,34 @@ class Replay:
 def replay(run: Path, changes: Mapping[str, Any] | None = None) -> Replay:
     """Shows a run's metrics to its reset triggers, or to changed ones, step by step.
 
-    A person's commands are taken from the run. The boundary after its last step is looked at too, though no reset was done there.
+    A person's commands, the ends of stages and the resets that stages begin with are taken from the run. The boundary after its last step
+    is looked at too, though no reset was done there.
 
     Args:
-        changes: of `config.resets`, nested like it; None = the run's own.
+        changes: of `config.resets`, nested like it, in all stages; None = the run's own.
 
     Raises:
         ConfigError: no such run, an unknown field, a value that cannot work.
         DataError: its metrics are incomplete.
     """
     folder = RunFolder(run)
-    rules = make_controller(changed_config(folder, changes or {}))
+    controllers = [make_controller(config) for config in changed_configs(folder, changes or {})]
     rows = jsonl.read(folder.metrics) if folder.metrics.is_file() else []
     if not rows or [row["step"] for row in rows] != list(range(len(rows))):
         raise DataError(f"{folder.metrics}: does not hold every step from 0 on; nothing can be replayed")
-    recorded = {event["step"]: event for event in jsonl.read(folder.events) if event["kind"] == "reset"}
+    recorded, begun = (
+        {event["step"]: event for event in jsonl.read(folder.events) if event["kind"] == kind} for kind in ("reset", "stage")
+    )
     commands = {step: event["reason"].removeprefix("command: ") for step, event in recorded.items() if event["trigger"] == "manual"}
-    state, fired = ControllerState(), []
+    rules, state, fired = controllers[0], ControllerState(), []
     for step, row in enumerate(rows, start=1):
         values = {name: value for name, value in row.items() if name != "step"}
         state, firings = control(rules, state, step, values, commands.get(step))
+        if step in begun:
+            rules = controllers[begun[step]["number"] - 1]
+            own = _own_reset(recorded.get(step))
+            state = begin_stage(rules, state, step, bool(begun[step]["changes"]), own, gauges(values))
+            firings = [*([own] if own else []), *firings]
         decision = state.due(step)
         for firing in firings:
             other = "held back" if decision is None else f"with {decision.firing.trigger}"
@@ -76,20 +86,28 @@ def replay(run: Path, changes: Mapping[str, Any] | None = None) -> Replay:
     return Replay(fired, len(rows))
 
 
-def changed_config(folder: RunFolder, changes: Mapping[str, Any]) -> ConfigDict:
-    """The config of a run with changes of `resets`.
+def _own_reset(event: Mapping[str, Any] | None) -> Firing | None:
+    """The reset that a stage began with, if it did."""
+    if event is None or event["trigger"] != RESET:
+        return None
+    return Firing(event["step"], RESET, event["signals"], event["reason"], event["statistics"])
+
+
+def changed_configs(folder: RunFolder, changes: Mapping[str, Any]) -> tuple[ConfigDict, ...]:
+    """The config of each stage of a run, or of a run without stages, with changes of `resets`.
 
     Raises:
         ConfigError: no such run, an unknown field, a value that cannot work.
     """
     if not folder.config.is_file():
         raise ConfigError(f"--run {folder.path}: no run there (it has no config.json)")
-    config = ConfigDict(json.loads(folder.config.read_text(encoding="utf-8"))).lock()
+    configs = stage_configs(ConfigDict(json.loads(folder.config.read_text(encoding="utf-8"))).lock())
     try:
-        config.resets.update(changes)
-        check_resets(config)
+        for config in configs:
+            config.resets.update(changes)
+            check_resets(config)
     except (KeyError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"--triggers: {str(error.args[0]).partition('. Other fields')[0]}; the fields are those of resets in configs/base.py"
         ) from None
-    return config
+    return configs

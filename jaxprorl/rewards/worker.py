@@ -1,27 +1,21 @@
 """What runs inside a grader process. Imports no JAX: a grader must start fast and hold no device."""
 
-import ctypes
-import os
 import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from jaxprorl.lifetime import die_with
 from jaxprorl.rewards import registry
 from jaxprorl.types import Outcome, Prompt
 
 MAX_DETAIL_CHARS = 500
 # A cluster sends these to every process of a job. The parent then finishes its step, for which it needs its graders.
 PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
-_PR_SET_PDEATHSIG = 1
-_PARENT_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -58,7 +52,7 @@ def start(spec: str, tokenizer_file: str, parent_pid: int) -> None:
     for number in PREEMPTION:  # handled rather than ignored: programs that a reward starts would inherit that
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION)
-    _die_with(parent_pid)
+    die_with(parent_pid)
     try:
         _reward = registry.load_reward(spec)
         registry.prepare_reward(spec)
@@ -108,22 +102,3 @@ def _describe(error: BaseException) -> str:
     except Exception:  # an exception whose __str__ raises
         text = type(error).__name__
     return text[:MAX_DETAIL_CHARS]
-
-
-def _die_with(parent_pid: int) -> None:
-    """Ends this process when the parent dies, however it dies.
-
-    On Linux the kernel does it, even while a reward holds the interpreter lock. Elsewhere a thread watches the parent's id.
-    """
-    if sys.platform == "linux" and Path("/proc/self").exists():
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent_pid:  # it died before the call
-            os._exit(1)
-        return
-    threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
-
-
-def _watch_parent(parent_pid: int) -> None:
-    while os.getppid() == parent_pid:
-        time.sleep(_PARENT_POLL_S)
-    os._exit(1)

@@ -5,7 +5,7 @@ completion or grade came first.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,6 +37,7 @@ class RolloutBatch:
         positions: places of the prompt order used up.
         rollout_s: seconds from the end of the last update to the last score.
         grading_wait_s: of those, waiting for graders while the engine was idle.
+        engine: what the engine tells of itself, by the names that follow `rollout.` in the metrics.
     """
 
     groups: list[Group] = field(default_factory=list)
@@ -50,6 +51,7 @@ class RolloutBatch:
     positions: int = 0
     rollout_s: float = 0.0
     grading_wait_s: float = 0.0
+    engine: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def trained(self) -> list[Group]:
@@ -70,15 +72,17 @@ class Rollout:
         step: int,
         surplus: Sequence[Group] = (),
         policy_version: int = 0,
+        stage: int = 0,
     ):
-        """`surplus` is that of the last step, `policy_version` the engine's."""
+        """`position` is that in the order of `stage`; `surplus` is that of the last step, `policy_version` the engine's."""
         self._config, self._engine, self._graders, self._prompts = config, engine, graders, prompts
-        self._version = policy_version
+        self._version, self._stage = policy_version, stage
         self._sampling = Sampling(config.rollout.samples_per_prompt, config.rollout.temperature, config.seed, step)
         self._batch = RolloutBatch(first_position=position)
         self._seen = {group.prompt.prompt_id for group in surplus}  # ids of the prompts in this step
         self._left = list(surplus[config.batch.prompts :])
         self._batch.carried = list(surplus[: config.batch.prompts])
+        engine.statistics()  # what came before, as an evaluation, is not this rollout's
         self._drawn, self._stream = self._draw(config.batch.prompts - len(self._batch.carried))
 
     def _draw(self, count: int) -> tuple[list[Prompt], Iterator[Completion]]:
@@ -90,7 +94,7 @@ class Rollout:
         drawn: list[Prompt] = []
         while len(drawn) < count and len(self._seen) < len(self._prompts):
             position = batch.first_position + batch.positions
-            prompt = self._prompts[prompt_index(self._config.seed, position, len(self._prompts))]
+            prompt = self._prompts[prompt_index(self._config.seed, position, len(self._prompts), self._stage)]
             batch.positions += 1
             if prompt.prompt_id not in self._seen:
                 self._seen.add(prompt.prompt_id)
@@ -117,6 +121,7 @@ class Rollout:
         fresh = [staleness(group, self._version + 1) <= self._config.rollout.max_staleness for group in self._left + drawn]
         batch.surplus = [group for group, keep in zip(self._left + drawn, fresh, strict=True) if keep]
         batch.expired = [group for group, keep in zip(self._left, fresh, strict=False) if not keep]
+        batch.engine = self._engine.statistics()
         batch.rollout_s = time.perf_counter() - started_s
         return batch
 

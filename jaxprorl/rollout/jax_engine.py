@@ -1,232 +1,214 @@
-"""The embedded engine: prefill once per prompt, then decode all slots together, a fixed number of steps per dispatch.
+"""The embedded engine: continuous batching over a fixed number of slots, a number of decode steps per dispatch.
 
-Prompts are padded on the left, so all rows write the same cache column. Slots are split over the mesh like batch rows;
-no step needs a collective. Everything is compiled ahead for fixed shapes.
+`schedule` decides on the host what runs where, `decoding` does it on the devices, `cache` says in how much memory. Everything is compiled
+ahead for fixed shapes. Tokens depend on weights, prompts and `Sampling` alone: bit for bit with the same slots and limits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from ml_collections import ConfigDict
 
-from jaxprorl.models import attention
 from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import Params, Qwen2Config, build
-from jaxprorl.rollout.engine import Sampling
+from jaxprorl.rollout.cache import Cache, Layout, cache_bytes, cache_shardings, empty_cache, make_layout
+from jaxprorl.rollout.decoding import ORDER_COLUMNS, Slots, decode, empty_slots, make_rules, prefill
+from jaxprorl.rollout.engine import Sampling, exam_sampling
+from jaxprorl.rollout.schedule import Prefill, Running, Schedule
 from jaxprorl.sharding.mesh import batch_sharding, replicated
-from jaxprorl.types import Completion, Prompt
+from jaxprorl.sharding.strategies import AXES, BATCH_AXES
+from jaxprorl.types import Completion, FinishReason, Prompt
 
-Slots = dict[str, jax.Array]
+FEW_PROMPTS = 16  # prefilled in one piece however few there are; with more, there is a second executable for an eighth of them
+NAIVE_MAX_TOKENS = 256  # longer prompts are prefilled by chunked attention, whose memory does not grow with their square
+
+
+@dataclass
+class _Executables:
+    """For groups of one size. `decode` is by whether top-k and top-p are compiled in."""
+
+    layout: Layout
+    empty: Any
+    prefill: dict[int, Any]  # by prompts per shard
+    decode: dict[bool, Any]
 
 
 class JaxEngine:
     """Batched sampling under jit. Weights are shared with the trainer, a swap copies nothing."""
 
     def __init__(self, config: ConfigDict, model_config: Qwen2Config, mesh: Mesh, stop_ids: Sequence[int]):
-        self.config = config
-        self.mesh = mesh
-        self.stop_ids = tuple(stop_ids)
-        self._graphdef = build(model_config, Compute(config.model.dtype))
+        self.config, self.model_config, self.mesh = config, model_config, mesh
+        self.rules = make_rules(config, stop_ids)
         self._params: Params | None = None
         self._version = -1
-        self._prefill: dict[int, Any] = {}  # executable by samples per prompt
-        self._decode: Any = None
+        self._executables: dict[int, _Executables] = {}  # by samples per prompt
+        self._held: tuple[int, Cache, Slots] | None = None  # the cache is kept between calls for groups of the same size
+        self._slot_steps = self._tokens = 0
 
     def compile(self, params: Params, samples: Sequence[int]) -> None:
-        """Compiles prefilling for each group size, and decoding. `params` may be shapes with shardings."""
-        rows, whole = batch_sharding(self.mesh), replicated(self.mesh)
-        width = self.config.rollout.max_prompt_tokens
+        """Compiles prefilling and decoding for each group size. `params` may be shapes with shardings.
+
+        Single samples, which evaluation takes, may also be drawn with top-k and top-p if `config.evaluation` does so.
+        """
+        truncates = exam_sampling(self.config).truncated
+        for n in dict.fromkeys(samples):
+            layout = make_layout(self.config, n, self.mesh)
+            self._executables[n] = self._compile(params, layout, (False, True) if truncates and n == 1 else (False,))
+
+    def _compile(self, params: Params, layout: Layout, truncations: Sequence[bool]) -> _Executables:
+        c, dtype, mesh = self.model_config, self.config.model.dtype, self.mesh
+        width = sum(layout.prompt_segments)
+        attention = "naive" if width <= NAIVE_MAX_TOKENS else "chunked"
+        graphdef = build(c, Compute(dtype, attention, self.config.model.attention_chunk_tokens))
+        rows, whole = batch_sharding(mesh), replicated(mesh)
+        cache_at = cache_shardings(layout, c, mesh, self.config.mesh.strategy)
+        make = partial(_empty, layout, c, dtype)
+        slots_at = dict.fromkeys(jax.eval_shape(make)[1], rows)
+        cache, slots = jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), jax.eval_shape(make), (cache_at, slots_at)
+        )
 
         def shape(*dimensions: int, sharding: Any = rows, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(dimensions, dtype, sharding=sharding)
 
-        number = shape(sharding=whole, dtype=jnp.uint32)
-        for n in samples:
-            prompts = self.config.rollout.slots // n
-            start = jax.jit(partial(start_slots, self._graphdef, self.config, n), out_shardings=slot_shardings(self.mesh))
-            self._prefill[n] = start.lower(params, shape(prompts, width), shape(prompts), shape(prompts), number, number).compile()
-        shapes = jax.eval_shape(start, params, shape(prompts, width), shape(prompts), shape(prompts), number, number)
-        slots = jax.tree.map(lambda x, s: shape(*x.shape, sharding=s, dtype=x.dtype), shapes, slot_shardings(self.mesh))
-        decode = jax.jit(
-            partial(decode_chunk, self._graphdef, self.config, self.stop_ids),
-            donate_argnums=1,
-            out_shardings=(slot_shardings(self.mesh), rows),
-        )
-        self._decode = decode.lower(params, slots, shape(sharding=whole, dtype=jnp.float32)).compile()
+        def compile_prefill(size: int) -> Any:
+            prompts = layout.shards * size
+            run = self._on_shards(partial(prefill, graphdef, layout), "prrrr", "r")
+            jitted = jax.jit(run, donate_argnums=1, out_shardings=cache_at)
+            return jitted.lower(params, cache, shape(prompts, width), shape(prompts), shape(prompts)).compile()
 
-    def set_weights(self, params: Params, version: int) -> None:
+        def compile_decode(truncated: bool) -> Any:
+            run = self._on_shards(partial(decode, graphdef, layout, self.rules, truncated), "prrrrp", "rrr")
+            jitted = jax.jit(run, donate_argnums=(1, 2), out_shardings=(cache_at, slots_at, rows))
+            order = shape(layout.shards * layout.slots, ORDER_COLUMNS)
+            numbers = {name: shape(sharding=whole, dtype=x.dtype) for name, x in _numbers(Sampling(1, 1.0, 0, 0)).items()}
+            return jitted.lower(params, cache, slots, order, shape(layout.shards, layout.banks + 1), numbers).compile()
+
+        most = layout.bank_entries
+        sizes = {most, most // 8} if most > FEW_PROMPTS else {most}
+        return _Executables(
+            layout,
+            jax.jit(make, out_shardings=(cache_at, slots_at)).lower().compile(),
+            {size: compile_prefill(size) for size in sorted(sizes)},
+            {truncated: compile_decode(truncated) for truncated in truncations},
+        )
+
+    def _on_shards(self, run: Callable[..., Any], arguments: str, results: str) -> Callable[..., Any]:
+        """`run` on every shard by itself; r = rows are split over the shards, p = every shard has all of it."""
+        specs = {"r": PartitionSpec(BATCH_AXES), "p": PartitionSpec()}
+        others = [axis for axis in AXES if axis not in BATCH_AXES and self.mesh.shape[axis] > 1]
+        return jax.shard_map(
+            run,
+            mesh=self.mesh,
+            in_specs=tuple(specs[letter] for letter in arguments),
+            out_specs=specs[results] if len(results) == 1 else tuple(specs[letter] for letter in results),
+            axis_names=set(BATCH_AXES) if others else set(AXES),
+            check_vma=False,
+        )
+
+    def cache_bytes(self, samples: int) -> int:
+        """Memory that decoding groups of this size takes beside weights and activations, over all devices."""
+        return cache_bytes(self._executables[samples].layout, self.model_config, self.config.model.dtype)
+
+    def set_weights(self, params: Params, version: int) -> dict[str, float]:
         """Swaps the policy; the arrays are shared, not copied."""
         self._params, self._version = params, version
+        return {}
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Completion]:
-        """See `Engine.generate`. Prompts beyond the slots wait for the next round."""
-        per_round = self.config.rollout.slots // sampling.samples
-        rounds = [list(prompts[i : i + per_round]) for i in range(0, len(prompts), per_round)]
-        return self._stream(rounds, self._start(rounds[0], sampling), sampling) if rounds else iter(())
+    def statistics(self) -> dict[str, float]:
+        """`slot_use`: share of the slots' decode steps that made a token of a completion."""
+        share = self._tokens / self._slot_steps if self._slot_steps else 1.0
+        self._slot_steps = self._tokens = 0
+        return {"slot_use": share}
 
-    def _start(self, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[Slots, Any]:
-        """Dispatches prefill and the first decode chunk of one round."""
-        count, width = self.config.rollout.slots // sampling.samples, self.config.rollout.max_prompt_tokens
-        tokens_PL, length_P, id_P = np.zeros((count, width), np.int32), np.zeros(count, np.int32), np.zeros(count, np.int32)
-        for row, prompt in enumerate(prompts):
-            tokens_PL[row, width - len(prompt.token_ids) :] = prompt.token_ids
-            length_P[row], id_P[row] = len(prompt.token_ids), prompt.prompt_id
-        arguments = jax.device_put((tokens_PL, length_P, id_P), batch_sharding(self.mesh))
-        numbers = jax.device_put((np.uint32(sampling.seed), np.uint32(sampling.step)), replicated(self.mesh))
-        slots = self._prefill[sampling.samples](self._params, *arguments, *numbers)
-        return self._advance(slots, sampling)
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, limit: Callable[[int, int], int] | None = None
+    ) -> Iterator[Completion]:
+        """See `Engine.generate`. `limit(prompt_id, sample)` is the most tokens of a sample, if less than `rollout.max_response_tokens`."""
+        if not prompts:
+            return iter(())
+        executables, most = self._executables[sampling.samples], self.config.rollout.max_response_tokens
+        schedule = Schedule(executables.layout, prompts, limit or (lambda prompt_id, sample: most))
+        return self._stream(schedule, self._advance(schedule, sampling), sampling)
 
-    def _advance(self, slots: Slots, sampling: Sampling) -> tuple[Slots, Any]:
-        temperature = jax.device_put(np.float32(sampling.temperature), replicated(self.mesh))
-        return self._decode(self._params, slots, temperature)
+    def _advance(self, schedule: Schedule, sampling: Sampling) -> dict[str, jax.Array]:
+        """Fills free slots and dispatches the next decode steps."""
+        executables = self._executables[sampling.samples]
+        held, self._held = self._held, None
+        cache, slots = held[1:] if held and held[0] == sampling.samples else executables.empty()
+        del held
+        prefills, started = schedule.admit()
+        cache = self._prefill(executables, cache, prefills)
+        layout = executables.layout
+        order_BN = np.zeros((layout.shards * layout.slots, ORDER_COLUMNS), np.int32)
+        for slot in started:
+            running = schedule.running[slot]
+            ids = running.prompt.token_ids
+            order_BN[slot] = 1, running.entry, running.prompt.prompt_id, running.sample, ids[-1], len(ids), running.limit
+        reach = schedule.reach(self.rules.chunk_tokens)
+        order, reached = jax.device_put((order_BN, reach), batch_sharding(self.mesh))
+        numbers = jax.device_put(_numbers(sampling), replicated(self.mesh))
+        cache, slots, view = executables.decode[sampling.truncated](self._params, cache, slots, order, reached, numbers)
+        self._held = sampling.samples, cache, slots
+        return view
 
-    def _stream(self, rounds: list[list[Prompt]], started: tuple[Slots, Any], sampling: Sampling) -> Iterator[Completion]:
-        n, limit = sampling.samples, self.config.rollout.max_response_tokens
-        for index, prompts in enumerate(rounds):
-            pieces: list[tuple[np.ndarray, np.ndarray]] = []
-            waiting = list(range(len(prompts) * n))
-            while waiting:
-                slots, view = started
-                tokens_BC, logprobs_BC, response_tokens_B, stopped_B = jax.device_get(view)
-                pieces.append((tokens_BC, logprobs_BC))
-                made = len(pieces) * tokens_BC.shape[1]
-                ended = [row for row in waiting if stopped_B[row] or made >= limit]
-                waiting = [row for row in waiting if not (stopped_B[row] or made >= limit)]
-                # The devices go on before the host hands anything out.
-                if waiting:
-                    started = self._advance(slots, sampling)
-                elif index + 1 < len(rounds):
-                    started = self._start(rounds[index + 1], sampling)
-                tokens_BT = np.concatenate([tokens for tokens, _ in pieces], axis=1)
-                logprobs_BT = np.concatenate([logprobs for _, logprobs in pieces], axis=1)
-                for row in ended:
-                    size = min(int(response_tokens_B[row]), limit)
-                    yield Completion(
-                        prompt_id=prompts[row // n].prompt_id,
-                        sample=row % n,
-                        token_ids=tokens_BT[row, :size].copy(),
-                        logprobs=logprobs_BT[row, :size].copy(),
-                        finish_reason="stop" if tokens_BT[row, size - 1] in self.stop_ids else "length",
-                        version_spans=((self._version, 0, size),),
-                    )
+    def _prefill(self, executables: _Executables, cache: Cache, prefills: Sequence[Prefill]) -> Cache:
+        layout = executables.layout
+        queues = [[new for new in prefills if new.shard == shard] for shard in range(layout.shards)]
+        while any(queues):
+            longest = max(map(len, queues))
+            size = next((size for size in executables.prefill if size >= longest), max(executables.prefill))
+            tokens_PS = np.zeros((layout.shards * size, sum(layout.prompt_segments)), np.int32)
+            length_P, entry_P = np.zeros(len(tokens_PS), np.int32), np.full(len(tokens_PS), layout.entries, np.int32)
+            for shard, queue in enumerate(queues):
+                for row, new in enumerate(queue[:size], start=shard * size):
+                    ids = new.prompt.token_ids
+                    tokens_PS[row, : len(ids)], length_P[row], entry_P[row] = ids, len(ids), new.entry
+                del queue[:size]
+            arguments = jax.device_put((tokens_PS, length_P, entry_P), batch_sharding(self.mesh))
+            cache = executables.prefill[size](self._params, cache, *arguments)
+        return cache
+
+    def _stream(self, schedule: Schedule, view: dict[str, jax.Array], sampling: Sampling) -> Iterator[Completion]:
+        layout, version = schedule.layout, self._version
+        while schedule.unfinished:
+            seen = jax.device_get(view)
+            ended = []
+            self._slot_steps += int(seen["steps_1"].sum()) * layout.slots
+            for slot, running in list(schedule.running.items()):
+                new = int(seen["made_B"][slot]) - running.made
+                running.token_ids.append(seen["tokens_BC"][slot, :new])
+                running.logprobs.append(seen["logprobs_BC"][slot, :new])
+                running.made += new
+                self._tokens += new
+                if not seen["running_B"][slot]:
+                    ended.append(schedule.end(slot))
+            if schedule.unfinished:
+                view = self._advance(schedule, sampling)  # the devices go on before the host hands anything out
+            for running in ended:
+                yield self._completion(running, version)
+
+    def _completion(self, running: Running, version: int) -> Completion:
+        token_ids, logprobs = np.concatenate(running.token_ids), np.concatenate(running.logprobs)
+        reason: FinishReason = "stop" if token_ids[-1] in self.rules.stop_ids else "length"
+        return Completion(running.prompt.prompt_id, running.sample, token_ids, logprobs, reason, ((version, 0, len(token_ids)),))
+
+    def close(self) -> None:
+        """Nothing to free."""
 
 
-def slot_shardings(mesh: Mesh) -> dict[str, Any]:
-    """Shardings of the slots: rows over the data axes."""
-    rows, cache = batch_sharding(mesh), batch_sharding(mesh, leading=1)
-    names = ("token", "prompt_tokens", "response_tokens", "stopped", "key")
-    return dict.fromkeys(names, rows) | {"k": cache, "v": cache, "made": replicated(mesh)}
+def _empty(layout: Layout, c: Qwen2Config, dtype: str) -> tuple[Cache, Slots]:
+    return empty_cache(layout, c, dtype), empty_slots(layout.shards * layout.slots)
 
 
-def start_slots(
-    graphdef: nnx.GraphDef,
-    config: ConfigDict,
-    samples: int,
-    params: Params,
-    tokens_PL: jax.Array,
-    length_P: jax.Array,
-    id_P: jax.Array,
-    seed: jax.Array,
-    step: jax.Array,
-) -> Slots:
-    """Prefills left-padded prompts and gives every sample a slot. A prompt of length 0 leaves its slots idle.
-
-    The last prompt token is left to the first decode step, which then is like all others.
-
-    Returns:
-        Slots with B = P * samples rows: `k`, `v` [L, B, W, G, K] caches; `token` (fed next), `prompt_tokens`,
-        `response_tokens`, `stopped`, `key` [B]; `made`, decode steps done.
-    """
-    model: Any = nnx.merge(graphdef, params)
-    c = model.config
-    prompts, width = tokens_PL.shape
-    column_L = jnp.arange(width)
-    real_PL = column_L[None] >= width - length_P[:, None]
-    positions_PL = jnp.maximum(column_L[None] - (width - length_P[:, None]), 0)
-    mask_P1LL = attention.packed_causal_mask(real_PL.astype(jnp.int32))
-    empty = jnp.zeros((c.num_hidden_layers, prompts, width, c.num_key_value_heads, c.head_dim), model.compute.dtype)
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, caches: Any) -> tuple[jax.Array, Any]:
-        return attention.attend(q, k, v, mask_P1LL), (caches[0].at[layer].set(k), caches[1].at[layer].set(v))
-
-    _, caches = model.run_layers(model.embed_tokens(tokens_PL), positions_PL, attend, (empty, empty))
-    more = config.rollout.max_response_tokens - 1  # the last prompt column is written again by the first decode step
-    k, v = (jnp.pad(jnp.repeat(x, samples, axis=1), ((0, 0), (0, 0), (0, more), (0, 0), (0, 0))) for x in caches)
-    sample_B = jnp.tile(jnp.arange(samples), prompts)
-    step_key = jax.random.fold_in(jax.random.key(seed), step)
-    key_B = jax.vmap(lambda i, s: jax.random.fold_in(jax.random.fold_in(step_key, i), s))(jnp.repeat(id_P, samples), sample_B)
-    length_B = jnp.repeat(length_P, samples)
+def _numbers(sampling: Sampling) -> dict[str, Any]:
     return {
-        "k": k,
-        "v": v,
-        "token": jnp.repeat(tokens_PL[:, -1], samples),
-        "prompt_tokens": length_B,
-        "response_tokens": jnp.zeros_like(length_B),
-        "stopped": length_B == 0,
-        "key": key_B,
-        "made": jnp.zeros((), jnp.int32),
-    }
-
-
-def decode_chunk(
-    graphdef: nnx.GraphDef, config: ConfigDict, stop_ids: tuple[int, ...], params: Params, slots: Slots, temperature: jax.Array
-) -> tuple[Slots, tuple[jax.Array, ...]]:
-    """`config.rollout.decode_chunk_tokens` decode steps of all slots.
-
-    Returns:
-        The slots, and what the host reads: tokens_BC and logprobs_BC of this chunk, response_tokens_B and stopped_B so far.
-    """
-    model: Any = nnx.merge(graphdef, params)
-    chunk, rows = config.rollout.decode_chunk_tokens, slots["token"].shape[0]
-    scale = jnp.where(temperature > 0, temperature, 1.0)
-    head_DV = model.head().T
-
-    def step(i: jax.Array, carry: tuple[Slots, jax.Array, jax.Array]) -> tuple[Slots, jax.Array, jax.Array]:
-        slots, tokens_BC, logprobs_BC = carry
-        column = config.rollout.max_prompt_tokens - 1 + slots["made"]
-        position_B1 = (slots["prompt_tokens"] - 1 + slots["made"])[:, None]
-        column_W = jnp.arange(slots["k"].shape[2])[None]
-        first_B1 = config.rollout.max_prompt_tokens - slots["prompt_tokens"][:, None]
-        mask_B11W = ((column_W >= first_B1) & (column_W <= column))[:, None, None]
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, caches: Any) -> tuple[jax.Array, Any]:
-            start = tuple(jnp.asarray(x, jnp.int32) for x in (layer, 0, column, 0, 0))
-            caches = tuple(jax.lax.dynamic_update_slice(cache, new[None], start) for cache, new in zip(caches, (k, v), strict=True))
-            return attention.attend(q, caches[0][layer], caches[1][layer], mask_B11W), caches
-
-        x_B1D = model.embed_tokens(slots["token"][:, None])
-        hidden_B1D, (k, v) = model.run_layers(x_B1D, position_B1, attend, (slots["k"], slots["v"]))
-        logits_BV = jnp.dot(hidden_B1D[:, 0], head_DV, preferred_element_type=jnp.float32) / scale
-        token_B = draw(logits_BV, slots["key"], slots["made"], temperature)
-        hit_BV = jnp.arange(logits_BV.shape[1])[None] == token_B[:, None]
-        logprob_B = jnp.sum(jnp.where(hit_BV, jax.nn.log_softmax(logits_BV), 0.0), axis=1)
-        running_B = ~slots["stopped"]
-        is_stop_B = jnp.isin(token_B, jnp.array(stop_ids))
-        slots = slots | {
-            "k": k,
-            "v": v,
-            "token": token_B,
-            "response_tokens": slots["response_tokens"] + running_B,
-            "stopped": slots["stopped"] | is_stop_B,
-            "made": slots["made"] + 1,
-        }
-        return slots, tokens_BC.at[:, i].set(token_B), logprobs_BC.at[:, i].set(logprob_B)
-
-    start = slots, jnp.zeros((rows, chunk), jnp.int32), jnp.zeros((rows, chunk), jnp.float32)
-    slots, tokens_BC, logprobs_BC = jax.lax.fori_loop(0, chunk, step, start)
-    return slots, (tokens_BC, logprobs_BC, slots["response_tokens"], slots["stopped"])
-
-
-def draw(logits_BV: jax.Array, key_B: jax.Array, position: jax.Array, temperature: jax.Array) -> jax.Array:
-    """One token per row by the Gumbel-max trick, or the most likely one at temperature 0.
-
-    Row b's noise depends on its own key and the position alone, never on its neighbours.
-    """
-    noise_BV = jax.vmap(lambda key: jax.random.gumbel(jax.random.fold_in(key, position), logits_BV.shape[1:]))(key_B)
-    return jnp.argmax(logits_BV + jnp.where(temperature > 0, noise_BV, 0.0), axis=-1).astype(jnp.int32)
+        "seed": np.uint32(sampling.seed), "step": np.uint32(sampling.step), "temperature": np.float32(sampling.temperature),
+        "top_k": np.int32(sampling.top_k), "top_p": np.float32(sampling.top_p),
+    }  # fmt: skip

@@ -32,6 +32,7 @@ def rollout_metrics(batch: RolloutBatch, advantage_PN: np.ndarray, policy_versio
         "time.rollout_s": batch.rollout_s,
         "time.grading_wait_s": batch.grading_wait_s,
     }
+    metrics |= {f"rollout.{name}": value for name, value in batch.engine.items()}
     return metrics | (drawn_metrics(batch) if batch.groups else {}) | advantage_metrics(batch.trained, advantage_PN)
 
 

@@ -44,6 +44,16 @@ def usable(groups: Sequence[Group], config: ConfigDict, policy_version: int) -> 
     ]
 
 
+def carried_over(
+    groups: Sequence[Group], before: ConfigDict, after: ConfigDict, prompts: Sequence[Prompt], policy_version: int
+) -> list[Group]:
+    """Those that a stage with the config `after`, which draws from `prompts`, may still train on."""
+    if before.rollout.temperature != after.rollout.temperature:  # their log-probs are those of another distribution
+        return []
+    ids = {prompt.prompt_id for prompt in prompts}
+    return [group for group in usable(groups, after, policy_version) if group.prompt.prompt_id in ids]
+
+
 def decode(groups: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt]) -> list[Group]:
     """What `encode` was given, with the prompts of the train split; but not groups whose prompt left it (other data was accepted)."""
     by_id = {prompt.prompt_id: prompt for prompt in prompts}

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
+from jaxprorl.errors import ConfigError
 from jaxprorl.models.qwen2 import Qwen2Config, declarations
 from jaxprorl.sharding.strategies import AXES, BATCH_AXES, CONTEXT_AXIS, STRATEGIES, Table, mesh_sizes
 
@@ -55,21 +56,21 @@ def partition_spec(axes: tuple[str | None, ...], table: Table) -> PartitionSpec:
     return PartitionSpec(*mesh_axes)
 
 
-def param_shardings(model_config: Qwen2Config, mesh: Mesh, strategy: str) -> dict[str, NamedSharding]:
+def param_shardings(model_config: Qwen2Config, mesh: Mesh | AbstractMesh, strategy: str) -> dict[str, NamedSharding]:
     """Sharding of every parameter, by name.
 
     Raises:
-        ValueError: a dimension does not divide by the devices that it is split over.
+        ConfigError: a dimension does not divide by the devices that it is split over.
     """
     return table_shardings(model_config, mesh, strategy, STRATEGIES[strategy].params)
 
 
-def moment_shardings(model_config: Qwen2Config, mesh: Mesh, strategy: str) -> dict[str, NamedSharding]:
+def moment_shardings(model_config: Qwen2Config, mesh: Mesh | AbstractMesh, strategy: str) -> dict[str, NamedSharding]:
     """Sharding of every parameter's gradient and optimizer moments, by name. Raises as `param_shardings` does."""
     return table_shardings(model_config, mesh, strategy, STRATEGIES[strategy].moments)
 
 
-def table_shardings(model_config: Qwen2Config, mesh: Mesh, strategy: str, table: Table) -> dict[str, NamedSharding]:
+def table_shardings(model_config: Qwen2Config, mesh: Mesh | AbstractMesh, strategy: str, table: Table) -> dict[str, NamedSharding]:
     """Sharding of arrays shaped like the parameters, by name.
 
     Heads are never cut: query heads must divide by the devices that they are split over. Key-value heads, of which there are fewer, stay
@@ -79,7 +80,7 @@ def table_shardings(model_config: Qwen2Config, mesh: Mesh, strategy: str, table:
     heads = {"heads": c.num_attention_heads, "kv_heads": c.num_key_value_heads}
     split = {axis: 1 if name is None else mesh.shape[name] for axis, name in table.items()}
     if heads["heads"] % split["heads"]:
-        raise ValueError(
+        raise ConfigError(
             f"mesh.strategy = {strategy!r} splits {heads['heads']} attention heads over {split['heads']} devices along "
             f"{table['heads']}; use a number that divides them"
         )
@@ -89,7 +90,7 @@ def table_shardings(model_config: Qwen2Config, mesh: Mesh, strategy: str, table:
         spec = partition_spec(declaration.axes, table)
         for size, axis in zip(declaration.shape, spec, strict=True):
             if axis is not None and size % mesh.shape[axis]:
-                raise ValueError(
+                raise ConfigError(
                     f"mesh.strategy = {strategy!r} splits {name} {declaration.shape} over {mesh.shape[axis]} devices along"
                     f" a dimension of {size}; use a device count that divides it, or another strategy"
                 )

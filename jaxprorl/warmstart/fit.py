@@ -31,6 +31,7 @@ from jaxprorl.models.logprobs import token_log_probs
 from jaxprorl.models.qwen2 import Params, Qwen2Config, build, init_params, parameter_count
 from jaxprorl.packing import Sample, pack
 from jaxprorl.rewards.pool import GraderPool
+from jaxprorl.rollout.engine import Sampling
 from jaxprorl.rollout.jax_engine import JaxEngine
 from jaxprorl.sharding.mesh import batch_sharding, param_shardings
 from jaxprorl.warmstart import solutions
@@ -115,7 +116,7 @@ def fit(
 
     def check(seed: int) -> dict[str, Any]:
         engine.set_weights(trainer.params, version=seed)
-        return evaluate(engine, graders, gate_prompts, 1.0, seed)
+        return evaluate(engine, graders, gate_prompts, Sampling(1, 1.0, seed, step=0))
 
     with GraderPool(GATE_REWARD, tokenizer.path, config.grading.workers, config.grading.timeout_s) as graders:
         history = teach_skill(config, trainer, clean, check, report)

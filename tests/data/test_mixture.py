@@ -30,6 +30,14 @@ def test_seeds_and_epochs_differ() -> None:
     assert len(orders) == 25
 
 
+def test_every_stage_has_an_order_of_its_own_and_the_first_has_that_of_a_run_without_stages() -> None:
+    orders = [tuple(prompt_index(0, position, 30, stage) for position in range(60)) for stage in range(4)]
+    assert orders[0] == tuple(prompt_index(0, position, 30) for position in range(60))
+    epochs = [order[start : start + 30] for order in orders for start in (0, 30)]
+    assert len(set(epochs)) == 8 and all(sorted(epoch) == list(range(30)) for epoch in epochs)
+    assert [prompt_index(0, position, 8, 1) for position in range(8)] != [prompt_index(0, position, 8) for position in range(8)]
+
+
 def test_draws_join_at_any_restart() -> None:
     prompts = [Prompt(i, "d", np.zeros(1, np.int32), "t", "") for i in range(7)]
     whole = draw(prompts, 1, 0, 40)
@@ -38,7 +46,7 @@ def test_draws_join_at_any_restart() -> None:
     assert draw(prompts, 1, 5, 0) == ()
 
 
-@pytest.mark.parametrize(("seed", "position", "size"), [(-1, 0, 3), (0, -1, 3), (0, 0, 0)])
-def test_refuses_nonsense(seed: int, position: int, size: int) -> None:
+@pytest.mark.parametrize(("seed", "position", "size", "stage"), [(-1, 0, 3, 0), (0, -1, 3, 0), (0, 0, 0, 0), (0, 0, 3, -1)])
+def test_refuses_nonsense(seed: int, position: int, size: int, stage: int) -> None:
     with pytest.raises(ValueError, match="need size >= 1"):
-        prompt_index(seed, position, size)
+        prompt_index(seed, position, size, stage)

@@ -43,7 +43,7 @@ class FakeGraders:
 
 def run(scores: dict[int, Score], **kwargs: Any) -> tuple[dict[str, Any], FakeEngine, FakeGraders]:
     engine, graders = FakeEngine(), FakeGraders(scores)
-    return evaluate(engine, graders, PROMPTS, 0.7, 20, **kwargs), engine, graders  # type: ignore[arg-type]
+    return evaluate(engine, graders, PROMPTS, Sampling(1, 0.7, 20, step=0, top_p=0.9), **kwargs), engine, graders  # type: ignore[arg-type]
 
 
 def test_scores_are_summarised_per_task() -> None:
@@ -62,9 +62,9 @@ def test_a_grader_error_counts_as_not_solved() -> None:
     assert result["solve_rate"] == pytest.approx(3 / 4)
 
 
-def test_every_item_is_sampled_once_with_the_given_temperature_and_seed() -> None:
+def test_every_item_is_sampled_once_as_was_asked() -> None:
     _, engine, graders = run({number: make_score(1.0) for number in (1, 2, 3, 4)})
-    assert engine.asked == [(PROMPTS, Sampling(samples=1, temperature=0.7, seed=20, step=0))]
+    assert engine.asked == [(PROMPTS, Sampling(samples=1, temperature=0.7, seed=20, step=0, top_p=0.9))]
     assert sorted(graders.submitted) == [(number, number) for number in (1, 2, 3, 4)]
 
 

@@ -149,6 +149,25 @@ def test_the_same_files_give_the_same_bytes(run):
     assert render(run) == render(run)
 
 
+def test_stages_are_told_and_parted(run):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    rows = [row | {"stage": 1 if row["step"] < 12 else 2} for row in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with EventLog(run / "events.jsonl") as log:
+        log.append(0, "stage", number=1, name=EVIL, changes={"data.mix": [EVIL]}, reason="start")
+        log.append(11, "stage_end", number=1, name=EVIL, reason=f"command: {EVIL}")
+        log.append(12, "stage", number=2, name="longer", changes={}, reason="command")
+        log.append(12, "reset", reason="stage longer")
+    html = render(run)
+    page = Page(html)
+    assert page.open == [] and "<script" not in html
+    assert html.count('id="stage-2"') == len(CURVES) and 'id="stage-1"' not in html
+    for text in ("Stages", "1 to 11", "12 to 30", f"data.mix = {EVIL}", f"command: {EVIL}", "with the run", "nothing"):
+        assert text in page.text, text
+    labels = [attributes["aria-label"] for tag, attributes in page.tags if tag == "svg"]
+    assert sum("stage 1 from step 0; stage 2 from step 12" in label for label in labels) == len(CURVES)
+
+
 def test_an_empty_run_folder_says_what_is_missing(tmp_path):
     page = Page(write_report(tmp_path).read_text())
     assert page.open == []

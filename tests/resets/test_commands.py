@@ -7,17 +7,23 @@ import pytest
 
 from jaxprorl.errors import ConfigError
 from jaxprorl.monitoring import jsonl
-from jaxprorl.resets.commands import TAKEN, WAITING, request_reset, take_command
+from jaxprorl.resets.commands import TAKEN, WAITING, Command, request, take_command
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps({"resets": {"manual": True}}))
+    (tmp_path / "config.json").write_text(json.dumps({"resets": {"manual": True}, "stages": []}))
     return tmp_path
 
 
+def request_reset(run: Path, reason: str) -> Path:
+    return request(run, Command("reset", reason))
+
+
 def take(run: Path, step: int) -> str | None:
-    return take_command(run, step, pytest.fail)
+    command = take_command(run, step, pytest.fail)
+    assert command is None or command.kind == "reset"
+    return command and command.reason
 
 
 def taken(run: Path) -> list[tuple[int, str]]:
@@ -71,7 +77,7 @@ def test_a_torn_line_is_no_command(run: Path) -> None:
     assert taken(run) == [(5, "stalled")]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"id": "a"}', '"reset"', "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"id": "a"}', '"reset"', "\x00", '{"id": "a", "kind": "stop", "reason": "x"}'])
 def test_a_file_that_is_no_command_is_said_and_removed(run: Path, text: str) -> None:
     (run / WAITING).write_text(text)
     said: list[str] = []
@@ -91,9 +97,20 @@ def test_a_second_command_does_not_replace_one_that_waits(run: Path) -> None:
 def test_commands_go_only_to_runs_that_take_them(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run there"):
         request_reset(tmp_path / "nowhere", "x")
-    (run / "config.json").write_text(json.dumps({"resets": {"manual": False}}))
+    (run / "config.json").write_text(json.dumps({"resets": {"manual": False}, "stages": []}))
     with pytest.raises(ConfigError, match=r"resets\.manual = False"):
         request_reset(run, "x")
+
+
+def test_a_command_for_the_next_stage_is_told_from_a_reset_also_when_it_is_repeated(run: Path) -> None:
+    command = Command("next_stage", "flat")
+    with pytest.raises(ConfigError, match=r"--run .*: it has no stages \(stages is empty\)"):
+        request(run, command)
+    (run / "config.json").write_text(json.dumps({"resets": {"manual": True}, "stages": [{"name": "a"}]}))
+    request(run, command)
+    assert [take_command(run, step, pytest.fail) for step in (4, 5, 4)] == [command, None, command]
+    request_reset(run, "then")
+    assert take_command(run, 6, pytest.fail) == Command("reset", "then")
 
 
 def test_the_script(run: Path) -> None:
@@ -101,6 +118,10 @@ def test_the_script(run: Path) -> None:
     done = subprocess.run(script, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"{run / WAITING}: the run resets at its next step boundary\n")
     assert take(run, 1) == "odd"
+    (run / "config.json").write_text(json.dumps({"resets": {"manual": True}, "stages": [{"name": "a"}]}))
+    done = subprocess.run([*script, "--next-stage"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{run / WAITING}: the run ends its stage at its next step boundary\n")
+    assert take_command(run, 2, pytest.fail) == Command("next_stage", "odd")
     (run / WAITING).write_text("{}")
     refused = subprocess.run(script, capture_output=True, text=True)
     assert refused.returncode == 2 and refused.stderr.startswith("error: --run") and refused.stderr.count("\n") == 1

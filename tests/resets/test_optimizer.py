@@ -180,7 +180,7 @@ def test_what_every_set_is_called() -> None:
         (False, "moments_and_bias"): "optimizer (moments_and_bias)",
     }
     for (reference, optimizer), name in names.items():
-        assert what_is_reset(tiny_config(resets__reference=reference, resets__optimizer=optimizer)) == name
+        assert what_is_reset(reference, optimizer) == name
 
 
 def test_the_table_names_all_fields_of_every_state() -> None:

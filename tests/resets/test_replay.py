@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from factories import tiny_config
 
+from configs.base import stage
 from jaxprorl.config import to_json
 from jaxprorl.errors import ConfigError, DataError
 from jaxprorl.monitoring.events import EventLog
@@ -23,15 +24,18 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """A run with these KL values, and resets as (step, trigger); its config says every 4 steps."""
+    """A run with these KL values, resets as (step, trigger), and stages with their first steps; its config says every 4 steps."""
 
-    def run(resets: Sequence[tuple[int, str]], first: int = 0) -> Path:
-        (tmp_path / "config.json").write_text(to_json(tiny_config(resets__every_steps=4)))
+    def run(resets: Sequence[tuple[int, str]], first: int = 0, stages: Sequence[dict] = (), begun: Sequence[int] = ()) -> Path:
+        (tmp_path / "config.json").write_text(to_json(tiny_config(resets__every_steps=4, stages=tuple(stages))))
         with MetricsLog(tmp_path / "metrics.jsonl") as metrics, EventLog(tmp_path / "events.jsonl") as events:
             for step, value in enumerate(SERIES, start=first):
                 metrics.append(step, {"kl.k3_median": value})
+            for number, (step, stage) in enumerate(zip(begun, stages, strict=True), start=1):
+                events.append(step, "stage", number=number, name=stage["name"], changes=stage["changes"])
             for step, trigger in resets:
-                events.append(step, "reset", trigger=trigger, reason="command: odd" if trigger == "manual" else "because")
+                told = {"signals": "step", "statistics": {}, "reason": "command: odd" if trigger == "manual" else "because"}
+                events.append(step, "reset", trigger=trigger, **told)
         return tmp_path
 
     return run
@@ -53,6 +57,35 @@ def test_what_is_held_back_and_what_comes_after_the_last_step_is_shown(write: Wr
     # 0.9 in steps 3, 6 and 8: before 4, 7 (within the cool-down) and 9, which the run did not come to.
     assert fired(result) == [(4, "kl_spike", "reset"), (7, "kl_spike", "held back"), (9, "kl_spike", "reset")]
     assert (result.last, result.differs_at) == (9, None)
+
+
+THREE_STAGES = (
+    stage("one", 2),
+    stage("two", 3, {"resets.every_steps": 0, "resets.kl_spike.on": True, "resets.kl_spike.z": 0.0, "resets.kl_spike.above": 0.5}),
+    stage("three", 9, reset_reference=True),
+)
+
+
+def test_stages_are_followed_with_their_own_triggers_and_resets(write: Write) -> None:
+    """0.9 in steps 3, 6 and 8: before 4 (stage two), 7 and 9 (stage three, which keeps these triggers)."""
+    run = write([(4, "kl_spike"), (5, "stage"), (7, "kl_spike")], stages=THREE_STAGES, begun=(0, 2, 5))
+    result = replay(run)
+    assert fired(result) == [(4, "kl_spike", "reset"), (5, "stage", "reset"), (7, "kl_spike", "reset"), (9, "kl_spike", "reset")]
+    assert (result.last, result.differs_at) == (9, None)
+
+
+def test_changed_triggers_hold_in_all_stages_and_a_stages_reset_takes_the_place_of_theirs(write: Write) -> None:
+    run = write([(4, "kl_spike"), (5, "stage"), (7, "kl_spike")], stages=THREE_STAGES, begun=(0, 2, 5))
+    result = replay(run, {"at_steps": [4, 5], "cooldown_steps": 1})
+    assert fired(result)[:4] == [
+        (4, "at_steps", "reset"),
+        (4, "kl_spike", "with at_steps"),
+        (5, "stage", "reset"),
+        (5, "at_steps", "with stage"),
+    ]
+    assert result.differs_at is None
+    assert replay(run, {"kl_spike": {"on": False}}).differs_at == 4
+    assert replay(run, {"cooldown_steps": 3}).differs_at == 7, "the stage's own reset began a cool-down"
 
 
 def test_it_stops_at_the_first_reset_that_differs(write: Write) -> None:

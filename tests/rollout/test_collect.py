@@ -22,11 +22,17 @@ class FakeEngine:
         self.order = None if order_seed is None else np.random.RandomState(order_seed)
         self.calls: list[list[int]] = []
         self.samplings: list[Sampling] = []
+        self.generated = 5  # by others, before
 
     def set_weights(self, params: Any, version: int) -> None:
         raise AssertionError("a rollout swaps no weights")
 
+    def statistics(self) -> dict[str, float]:
+        counted, self.generated = self.generated, 0
+        return {"generated": counted}
+
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Completion]:
+        self.generated += len(prompts)
         self.calls.append([prompt.prompt_id for prompt in prompts])
         self.samplings.append(sampling)
         keys = [(prompt.prompt_id, sample) for prompt in prompts for sample in range(sampling.samples)]
@@ -89,6 +95,7 @@ def test_a_full_batch_needs_no_refill() -> None:
     assert ids(batch.groups) == ids(batch.trained) == order(config, 4, 20, first=3)
     assert (batch.refills, batch.first_position, batch.positions) == ([], 3, 4)
     assert engine.samplings == [Sampling(4, config.rollout.temperature, config.seed, 7)]
+    assert batch.engine == {"generated": 4}  # what others asked for before does not count
     for group in batch.groups:
         assert [c.sample for c in group.completions] == [0, 1, 2, 3]
         assert [c.prompt_id for c in group.completions] == [group.prompt.prompt_id] * 4
@@ -118,6 +125,13 @@ def test_refilling_stops_at_the_cap_and_the_batch_is_what_there_is() -> None:
     assert ids(batch.trained) == order(config, 1, 20)
     nothing = roll_out(config, set())
     assert nothing.trained == [] and len(nothing.groups) == 7
+
+
+def test_a_stage_draws_in_its_own_order_from_its_own_start() -> None:
+    config = tiny_config()
+    prompts, graders = tuple(make_prompt(i) for i in range(20)), FakeGraders(set(range(20)), frozenset())  # type: ignore[arg-type]
+    batch = Rollout(config, FakeEngine(), graders, prompts, 3, 7, stage=2).finish()  # type: ignore[arg-type]
+    assert ids(batch.groups) == [prompt_index(config.seed, position, 20, 2) for position in range(3, 7)]
 
 
 def test_a_factor_of_1_never_refills() -> None:

@@ -13,6 +13,7 @@ from factories import make_prompt, random_params, tiny_config, tiny_model
 from flax import nnx
 from ml_collections import ConfigDict
 
+from jaxprorl.compilation import no_compilation
 from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import build
 from jaxprorl.packing import Sample, assign_rows, pack
@@ -27,7 +28,7 @@ MODEL = tiny_model(tie_word_embeddings=False)
 STOP_IDS = (0, 9)
 SAMPLING = Sampling(samples=4, temperature=1.2, seed=3, step=5)
 GREEDY = Sampling(samples=1, temperature=0.0, seed=3, step=5)
-CONFIG = tiny_config()  # 16 slots: rounds of 4 prompts x 4 samples; prompts to 8 tokens, responses to 12, in chunks of 4
+CONFIG = tiny_config()  # 16 slots: 4 prompts x 4 samples at a time; prompts to 8 tokens, responses to 12, in chunks of 4
 Result = dict[tuple[int, int], Completion]
 
 
@@ -79,8 +80,8 @@ def trainer_log_probs(
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
     keys = sorted(result)
     samples = [Sample(by_id[key[0]].token_ids, result[key].token_ids) for key in keys]
-    layout = assign_rows([sample.tokens for sample in samples], 40)
-    rows = pack(samples, layout, len(layout), 40)
+    layout = assign_rows([sample.tokens for sample in samples], 48)
+    rows = pack(samples, layout, len(layout), 48)
     logp_BS = np.asarray(jax.jit(partial(batch_log_probs, build(MODEL, Compute()), temperature=temperature))(params, rows)[0])
     found = {}
     for row, members in enumerate(layout):
@@ -246,3 +247,83 @@ def test_the_width_of_the_padding_has_no_influence(engine: JaxEngine) -> None:
 
 def test_no_prompts_give_no_completions(engine: JaxEngine) -> None:
     assert list(engine.generate([], SAMPLING)) == []
+
+
+def skewed_limit(prompt_id: int, sample: int) -> int:
+    """Lognormal lengths with a median of 4, cut at ten times that."""
+    return int(np.clip(np.round(4 * np.exp(0.9 * np.random.RandomState(10 * prompt_id + sample).standard_normal())), 1, 40))
+
+
+@pytest.fixture(scope="module")
+def narrow() -> JaxEngine:
+    """Four slots per device, so that most samples wait for one; no stop id ends them before their limit."""
+    changes = {"slots": 4 * make_mesh("dp").size, "max_response_tokens": 40, "min_response_tokens": 40, "decode_chunk_tokens": 1}
+    return make_engine(tiny_config(**{f"rollout__{name}": value for name, value in changes.items()}), samples=[4])
+
+
+@pytest.mark.slow
+def test_arrival_order_slots_and_neighbours_change_no_bit(narrow: JaxEngine) -> None:
+    everything = prompts(24)
+    found = []
+    for seed in range(3):
+        order = np.random.RandomState(seed).permutation(24)
+        chosen = [everything[i] for i in order][: 24 - 5 * seed]
+        with no_compilation():
+            found.append({(c.prompt_id, c.sample): c for c in narrow.generate(chosen, SAMPLING, skewed_limit)})
+        assert len(found[-1]) == 4 * len(chosen)
+    lengths = [len(c.token_ids) for c in found[0].values()]
+    assert lengths == [skewed_limit(*key) for key in found[0]] and len(set(lengths)) > 6
+    for other in found[1:]:
+        for key, completion in other.items():
+            np.testing.assert_array_equal(completion.token_ids, found[0][key].token_ids)
+            np.testing.assert_array_equal(completion.logprobs, found[0][key].logprobs)
+
+
+@pytest.mark.slow
+def test_slot_counts_agree_in_log_probs(engine: JaxEngine, narrow: JaxEngine) -> None:
+    narrow.set_weights(placed(random_params(MODEL)), 0)
+    for result in (
+        {(c.prompt_id, c.sample): c for c in narrow.generate(prompts(12), SAMPLING, skewed_limit)},
+        generate(engine, prompts(12)),
+    ):
+        expected = trainer_log_probs(random_params(MODEL), prompts(12), result, SAMPLING.temperature)
+        assert max(np.abs(result[key].logprobs - expected[key]).max() for key in result) < 1e-5
+
+
+@pytest.mark.slow
+def test_skewed_lengths_keep_the_slots_busy_and_samples_leave_as_they_end(narrow: JaxEngine) -> None:
+    narrow.statistics()
+    with no_compilation():
+        completions = list(narrow.generate([make_prompt(i) for i in range(128)], SAMPLING, skewed_limit))
+    assert len(completions) == 512 and max(len(c.token_ids) for c in completions) == 40
+    use = narrow.statistics()["slot_use"]
+    print(f"slot use: {use:.3f}")
+    assert 0.85 <= use <= 1
+    assert narrow.statistics() == {"slot_use": 1.0}  # nothing since
+    assert len(completions[0].token_ids) == min(skewed_limit(i, n) for i in range(2) for n in range(4))  # the shortest of the first ones
+
+
+@pytest.mark.slow
+def test_truncated_sampling_and_minimum_length() -> None:
+    config = tiny_config(rollout__min_response_tokens=5)
+    config.evaluation.top_p = 0.9
+    engine = make_engine(config, samples=[1])
+    greedy = generate(engine, prompts(), GREEDY)
+    assert min(len(c.token_ids) for c in greedy.values()) >= 5
+    only_best = generate(engine, prompts(), Sampling(1, 1.0, 3, 5, top_k=1))
+    for key, completion in only_best.items():  # as greedy, but certain
+        np.testing.assert_array_equal(completion.token_ids[:4], greedy[key].token_ids[:4])
+    wide = generate(engine, prompts(), Sampling(1, 1.0, 3, 5))
+    assert tokens(generate(engine, prompts(), Sampling(1, 1.0, 3, 5, top_p=1 - 1e-7, top_k=0))) == tokens(wide)
+    narrowed = generate(engine, prompts(), Sampling(1, 1.0, 3, 5, top_p=0.5))
+    full = trainer_log_probs(random_params(MODEL), prompts(), narrowed, 1.0)
+    gains = np.concatenate([(completion.logprobs - full[key])[5:] for key, completion in narrowed.items()])
+    # Of the half of the mass that is left: larger by at most ln 2, and never smaller.
+    assert gains.size > 10 and gains.min() > -2e-5 and gains.max() < np.log(2) + 2e-5 and gains.mean() > 0.05
+
+
+def test_the_caches_memory_is_known(engine: JaxEngine) -> None:
+    list(engine.generate(prompts(2), SAMPLING))
+    held = engine._held
+    assert held is not None
+    assert engine.cache_bytes(4) == sum(x.nbytes for x in jax.tree.leaves(held[1]["layers"]))

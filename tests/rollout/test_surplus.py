@@ -3,8 +3,9 @@ import json
 
 import numpy as np
 from factories import make_group, make_prompt, random_groups, tiny_config
+from ml_collections import ConfigDict
 
-from jaxprorl.rollout.surplus import decode, encode, staleness, usable
+from jaxprorl.rollout.surplus import carried_over, decode, encode, staleness, usable
 from jaxprorl.types import Group
 
 
@@ -60,3 +61,21 @@ def test_what_a_changed_run_cannot_train_on_is_left_out() -> None:
     assert [group.prompt.prompt_id for group in usable(found, tiny_config(rollout__max_staleness=3), 3)] == [0, 4]
     assert [group.prompt.prompt_id for group in usable(found, tiny_config(rollout__max_staleness=2), 3)] == [0]
     assert usable(found, tiny_config(), 3) == []
+
+
+def test_a_stage_takes_over_what_fits_its_samples_its_limit_its_mix_and_its_temperature() -> None:
+    fits, small, long, elsewhere = (
+        make_group(make_prompt(i), [[1] * length] * samples, [1.0] + [0.0] * (samples - 1))
+        for i, (length, samples) in enumerate([(12, 4), (2, 3), (13, 4), (2, 4)])
+    )
+    groups, prompts = [elsewhere, fits, small, long], [fits.prompt, small.prompt, long.prompt]
+    before = tiny_config(rollout__max_staleness=2)
+
+    def kept(after: ConfigDict, version: int = 2) -> list[int]:
+        return [group.prompt.prompt_id for group in carried_over(groups, before, after, prompts, version)]
+
+    assert kept(before) == [0]
+    assert kept(tiny_config(rollout__max_staleness=2, rollout__max_response_tokens=13)) == [0, 2]
+    assert kept(tiny_config(rollout__max_staleness=2, rollout__samples_per_prompt=3)) == [1]
+    assert kept(tiny_config(rollout__max_staleness=2, rollout__temperature=1.0)) == []
+    assert kept(before, version=3) == [] == kept(tiny_config())

@@ -1,5 +1,6 @@
 """Programs whose HLO is read: two small ones that are recorded, and the training step itself. Nothing here computes; shapes suffice."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,24 @@ from jaxprorl.update import make_log_probs, make_train_step
 
 Program = tuple[Any, tuple[Any, ...]]  # a jitted function and its abstract arguments
 QWEN_1P5B = Qwen2Config(151936, 1536, 8960, 28, 12, 2, 128, 1e6, 131072)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the micro-batch that it is trained on."""
+
+    model: Qwen2Config
+    rows: int
+    row_tokens: int
+    dtype: str
+
+
+WORKLOADS = {
+    "1.5b": Workload(QWEN_1P5B, 8, 2048, "bfloat16"),
+    # Too many layers to unroll, too many tokens to look up by one-hot products, and float32, as CPU sends no bfloat16.
+    "small": Workload(Qwen2Config(4096, 256, 1024, 6, 8, 8, 32, 1e6, 1024), 8, 256, "float32"),
+    "untied": Workload(Qwen2Config(4096, 256, 1024, 6, 8, 8, 32, 1e6, 1024, tie_word_embeddings=False), 8, 256, "float32"),
+}
 
 
 def kinds(devices: list[jax.Device]) -> Program:
@@ -79,17 +98,25 @@ def layers(devices: list[jax.Device]) -> Program:
 
 
 def training(
-    devices: list[jax.Device], part: str, strategy: str, attention: str = "chunked", remat: str = "full", tensor: str = "0"
+    devices: list[jax.Device],
+    part: str,
+    strategy: str,
+    sizes: str = "",
+    attention: str = "chunked",
+    remat: str = "full",
+    model: str = "1.5b",
 ) -> Program:
-    """`part` ("train_step" or "log_probs") of an update of the 1.5B model with one micro-batch of 8 x 2048 tokens, in bfloat16."""
+    """`part` ("train_step" or "log_probs") of an update of two micro-batches, on a mesh of `sizes` like "tensor=2,data=2"."""
+    workload = WORKLOADS[model]
     config = base.get_config()
-    config.mesh.strategy, config.model.dtype = strategy, "bfloat16"
-    config.batch.prompts, config.batch.updates, config.rollout.samples_per_prompt = 1, 1, 8
-    config.batch.micro_batch_rows, config.batch.row_tokens = 8, 2048
-    mesh = make_mesh(strategy, devices, {"tensor": int(tensor)})
-    graphdef = build(QWEN_1P5B, Compute("bfloat16", attention, remat=remat, mesh=mesh, strategy=strategy))
-    shardings = state_shardings(config, QWEN_1P5B, mesh)
-    params = {name: jax.ShapeDtypeStruct(d.shape, d.dtype, sharding=shardings.params[name]) for name, d in declarations(QWEN_1P5B).items()}
+    config.mesh.strategy, config.model.dtype = strategy, workload.dtype
+    config.batch.prompts, config.batch.updates, config.rollout.samples_per_prompt = 1, 1, 2 * workload.rows
+    config.batch.micro_batch_rows, config.batch.row_tokens = workload.rows, workload.row_tokens
+    mesh = make_mesh(strategy, devices, mesh_axes(sizes))
+    graphdef = build(workload.model, Compute(workload.dtype, attention, remat=remat, mesh=mesh, strategy=strategy))
+    shardings = state_shardings(config, workload.model, mesh)
+    declared = declarations(workload.model)
+    params = {name: jax.ShapeDtypeStruct(d.shape, d.dtype, sharding=shardings.params[name]) for name, d in declared.items()}
     state, batch = abstract_state(config, params, shardings), batch_shapes(config, mesh)
     log_probs = make_log_probs(graphdef, config)
     names = jax.eval_shape(log_probs, state.params, state.reference, batch)[0]
@@ -97,6 +124,11 @@ def training(
     if part == "log_probs":
         rows = dict.fromkeys(names, batch["mask"].sharding)
         return jax.jit(log_probs, out_shardings=(rows, whole)), (state.params, state.reference, batch)
-    train_step = make_train_step(graphdef, config, shardings.params, moment_shardings(QWEN_1P5B, mesh, strategy))
+    train_step = make_train_step(graphdef, config, shardings.params, moment_shardings(workload.model, mesh, strategy))
     step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, whole))
     return step, (state, batch, dict.fromkeys(names, batch["mask"]), per_sample_shape(config, mesh))
+
+
+def mesh_axes(sizes: str) -> dict[str, int]:
+    """The mesh sizes that "tensor=2,data=2" names."""
+    return {axis: int(size) for axis, size in (pair.split("=") for pair in sizes.split(",") if pair)}

@@ -74,10 +74,8 @@ def test_todays_compiler_says_what_is_recorded(target: str, program: str) -> Non
     assert now == then
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
 def test_the_training_step_gathers_layer_by_layer_and_nothing_per_chunk_of_the_loss() -> None:
-    text = optimised_hlo("h100", "programs:training", "train_step", "fsdp")
+    text = recorded("h100", "training_fsdp")
     with pytest.raises(HloError, match=r"turns as often as data say"):  # micro-batches are counted on the way
         read_collectives(text)
     found = read_collectives(text, unknown_trips=1)

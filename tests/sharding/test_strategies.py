@@ -7,13 +7,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from eight_devices import CASES
+from eight_devices import CASES, ENGINES, OWN
 from factories import random_params, tiny_model
 
 from jaxprorl.models.qwen2 import declarations
 from jaxprorl.sharding import strategies
 from jaxprorl.sharding.mesh import make_mesh, param_shardings
-from jaxprorl.sharding.strategies import AXES, BATCH_AXES, FSDP, STRATEGIES, WHOLE, Strategy, mesh_sizes
+from jaxprorl.sharding.strategies import AXES, BATCH_AXES, STRATEGIES, mesh_sizes
 
 # What one device gives is compared as it is, or in units of the largest entry of its own kind (gradients, moments).
 LIMITS = {"metrics.kl.": 1e-4, "kl_sum_PN": 1e-4}  # means of differences of log-probs: a thousandth of what they are differences of
@@ -62,8 +62,10 @@ def test_sizes_that_cannot_be_are_refused_by_axis(strategy: str, sizes: dict[str
     assert words in str(caught.value)
 
 
-def test_heads_are_never_cut() -> None:
+def test_heads_are_never_cut_and_a_vocabulary_must_divide() -> None:
     mesh = make_mesh("tp", jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"'tp' splits embed \(49, 32\) over 2 devices along a dimension of 49"):
+        param_shardings(tiny_model(vocab_size=49), mesh, "tp")
     with pytest.raises(ValueError, match=r"splits 3 attention heads over 2 devices along tensor"):
         param_shardings(tiny_model(num_attention_heads=3, num_key_value_heads=1), mesh, "tp")
     # One key-value head cannot be split over two devices: both hold it, and the query heads are split all the same.
@@ -76,11 +78,10 @@ def test_heads_are_never_cut() -> None:
 
 def test_a_strategy_of_ones_own_is_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/sharding.md, "A strategy of your own": the MLP split over fsdp, the rest whole."""
-    own = Strategy(params={**WHOLE, "mlp": "fsdp"}, moments=FSDP, fills="fsdp")
-    monkeypatch.setitem(strategies.STRATEGIES, "mlp_only", own)
-    mesh = make_mesh("mlp_only")
+    monkeypatch.setitem(strategies.STRATEGIES, "own", OWN)
+    mesh = make_mesh("own")
     assert mesh.shape["fsdp"] == 2
-    shardings = param_shardings(tiny_model(), mesh, "mlp_only")
+    shardings = param_shardings(tiny_model(), mesh, "own")
     split = {name for name, sharding in shardings.items() if not sharding.is_fully_replicated}
     assert split == {"gate_kernel", "up_kernel", "down_kernel"}
 
@@ -94,14 +95,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, np.
     script = Path(__file__).parent / "eight_devices.py"
     done = subprocess.run([sys.executable, str(script), str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return {name: dict(np.load(folder / f"{name}.npz")) for name in CASES}
+    return {name: dict(np.load(folder / f"{name}.npz")) for name in (*CASES, *(f"engine_{name}" for name in ENGINES))}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_strategy_computes_what_one_device_does(results: dict[str, dict[str, np.ndarray]]) -> None:
-    """Log-probs, metrics, moments (of plain SGD: gradients), parameters, reset; restores on fewer devices are compared in the script."""
-    assert {strategy for strategy, *_ in CASES.values()} == set(STRATEGIES)
+    """Init, log-probs, metrics, moments (of plain SGD: gradients), parameters, reset; restores on 4, 1, 8 devices: see the script."""
+    assert {strategy for strategy, *_ in CASES.values()} == {*STRATEGIES, "own"}
+    assert (results["one"]["micro_batches"] == 2).all()
     moved = results["one"]["params.up_kernel"] - random_params(CASES["one"][3])["up_kernel"]
     assert np.abs(moved).max() > 1e-4
     for name, (*_, model, count) in CASES.items():
@@ -111,3 +113,17 @@ def test_every_strategy_computes_what_one_device_does(results: dict[str, dict[st
             limit = next((limit for prefix, limit in LIMITS.items() if key.startswith(prefix)), 1e-5)
             scale = max(np.abs(alone[key]).max(), 1e-9)
             np.testing.assert_allclose(value / scale, alone[key] / scale, rtol=0, atol=limit, err_msg=f"{name} ({count} devices): {key}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [name for name in ENGINES if "one" not in name])
+def test_engine_weights_follow_the_table(name: str, results: dict[str, dict[str, np.ndarray]]) -> None:
+    """The same tokens, and their log-probs up to float32 sums in another order; that a swap copies nothing is checked in the script."""
+    sharded, alone = results[f"engine_{name}"], results["engine_few_heads_one" if "few" in name else "engine_one"]
+    assert sharded.keys() == alone.keys() and len(alone) == 2 * 2 * 6 * 4  # swaps, arrays, prompts, samples
+    for key, value in alone.items():
+        if key.startswith("tokens"):
+            np.testing.assert_array_equal(sharded[key], value, err_msg=key)
+        else:
+            np.testing.assert_allclose(sharded[key], value, rtol=0, atol=1e-5 * np.abs(value).max(), err_msg=key)

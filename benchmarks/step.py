@@ -19,19 +19,20 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 
 import jax
 import numpy as np
 from ml_collections import ConfigDict
-from workload import COMPLETION_TOKENS, WORK, prompts, report, write_tokenizer
+from safetensors.numpy import save_file
 
+from benchmarks.workload import PAD_ID, STOP_ID, WORK, prompts, report, write_tokenizer
 from configs import base
 from jaxprorl import config as config_module
 from jaxprorl.compilation import no_compilation
-from jaxprorl.data.tokenizer import load_tokenizer
 from jaxprorl.evaluation.summary import peak_memory_bytes
-from jaxprorl.models import hf
+from jaxprorl.models.hf import hf_keys
+from jaxprorl.models.hf.config import config_json
 from jaxprorl.models.qwen2 import Qwen2Config, declarations
 from jaxprorl.monitoring import jsonl
 from jaxprorl.preemption import Preemption
@@ -46,8 +47,11 @@ def get_config() -> ConfigDict:
     """base.py with the workload's sizes; model, questions and folders are filled in by `main`."""
     c = base.get_config()
     c.run_name = "step"
+    c.workload = ConfigDict()
+    c.workload.vocab_size = WORK["model"]["vocab_size"]
+    c.workload.warmup_steps = WORK["warmup_steps"]  # of each of the two loops, counted in `steps`
     c.steps = WORK["warmup_steps"] + WORK["steps"]  # of each of the two loops
-    c.reward = c.evaluation.reward = "workload:score"
+    c.reward = c.evaluation.reward = "benchmarks.workload:score"
     c.filtering.rule = "off"
     c.batch.prompts = c.batch.refill_prompts = WORK["prompts"]
     c.batch.updates = 1
@@ -68,21 +72,28 @@ def get_config() -> ConfigDict:
     return c
 
 
-def write_model(folder: Path) -> None:
-    """A random model of the workload's shape as a Hugging Face folder."""
-    write_tokenizer(folder / "tokenizer")
-    tokenizer, random = load_tokenizer(folder / "tokenizer"), np.random.RandomState(0)
-    scale = {"normal": 0.02, "zeros": 0.0, "ones": 0.0}
-    params = {
-        name: (scale[d.init] * random.standard_normal(d.shape) + (d.init == "ones")).astype(np.float32)
-        for name, d in declarations(SHAPE).items()
-    }
-    hf.write_folder(folder / "model", SHAPE, params, folder / "tokenizer", tokenizer.stop_ids, tokenizer.pad_id)
+def step_tokens(config: ConfigDict) -> int:
+    """Completion tokens of one step."""
+    return int(config.batch.prompts * config.rollout.samples_per_prompt * config.rollout.max_response_tokens)
 
 
-def write_questions(file: Path) -> None:
-    """The workload's prompts for training, and one more for each of the other splits, which a run must have."""
-    *train, validation, held_out = prompts(WORK["prompts"] + 2)
+def write_model(folder: Path, shape: Qwen2Config) -> None:
+    """A random model as a Hugging Face folder, written without JAX: its devices are chosen later."""
+    write_tokenizer(folder)
+    random, tensors = np.random.RandomState(0), {}
+    for declaration in declarations(shape).values():
+        size = {"normal": 0.02, "zeros": 0.0, "ones": 0.0}[declaration.init]
+        values = ((declaration.init == "ones") + size * random.standard_normal(declaration.shape)).astype(np.float32)
+        parts = values if declaration.axes[0] == "layers" else values[None]
+        for key, part in zip(hf_keys(declaration), parts, strict=True):
+            tensors[key] = np.ascontiguousarray(part.T if declaration.transposed else part)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config_json(shape, "float32", (STOP_ID,), PAD_ID, None)))
+
+
+def write_questions(file: Path, count: int) -> None:
+    """`count` prompts for training, and one more for each of the other splits, which a run must have."""
+    *train, validation, held_out = prompts(count + 2)
     rows = [("train", text) for text in train] + [("validation", validation), ("held_out", held_out)]
     file.write_text("".join(json.dumps({"prompt": text, "answer": "", "split": split}) + "\n" for split, text in rows))
 
@@ -101,7 +112,8 @@ def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., A
 
 def measure(training: Training, preemption: Preemption) -> tuple[list[float], dict[str, float]]:
     """Seconds of every whole step after warm-up, and medians of the phases."""
-    config, warm, steps = training.config, WORK["warmup_steps"], training.config.steps
+    config, warm, steps = training.config, training.config.workload.warmup_steps, training.config.steps
+    tokens = step_tokens(config)
     log_probs_s: list[float] = []
     update_s: list[float] = []
     with no_compilation(), preemption.guarded():
@@ -116,8 +128,8 @@ def measure(training: Training, preemption: Preemption) -> tuple[list[float], di
         loop(training, preemption)
     rows = jsonl.read(training.folder.metrics)
     for row in rows:
-        if (row["tokens.completion"], row["tokens.trained"], row["updates"]) != (COMPLETION_TOKENS, COMPLETION_TOKENS, 1):
-            raise SystemExit(f"step {row['step']}: not the workload, {COMPLETION_TOKENS} tokens sampled and trained in one update: {row}")
+        if (row["tokens.completion"], row["tokens.trained"], row["updates"]) != (tokens, tokens, 1):
+            raise SystemExit(f"step {row['step']}: not the workload, {tokens} tokens sampled and trained in one update: {row}")
     whole_s = [row["time.step_s"] for row in rows[warm:steps]]
     waited = rows[steps + warm :]
     parts = {
@@ -130,27 +142,31 @@ def measure(training: Training, preemption: Preemption) -> tuple[list[float], di
     return whole_s, {name: round(statistics.median(values), 3) for name, values in parts.items()}
 
 
+def prepare(place: Path, argv: list[str]) -> ConfigDict:
+    """Model and questions in the folder `place`, and the checked config of a run on them. Changes the current directory."""
+    os.chdir(ROOT)  # where grader processes find the reward
+    config = config_module.load([f"--config={__file__}", *argv])
+    shape = dataclasses.replace(SHAPE, vocab_size=config.workload.vocab_size, max_position_embeddings=max(512, config.batch.row_tokens))
+    write_model(place / "model", shape)
+    write_questions(place / "questions.jsonl", config.batch.prompts)
+    config.runs_dir, config.cache_dir = str(place / "runs"), str(ROOT / ".cache")
+    config.model.path, config.data.source = str(place / "model"), f"jsonl:{place / 'questions.jsonl'}"
+    config_module.validate(config)
+    return config
+
+
 def main(argv: list[str]) -> None:
     """Makes model and questions in a temporary folder, runs, prints."""
-    os.chdir(ROOT / "benchmarks")  # where grader processes find the reward
-    with tempfile.TemporaryDirectory() as temporary:
-        place = Path(temporary)
-        write_model(place)
-        write_questions(place / "questions.jsonl")
-        config = config_module.load(
-            [
-                f"--config={__file__}", f"--config.runs_dir={place / 'runs'}", f"--config.cache_dir={ROOT / '.cache'}",
-                f"--config.model.path={place / 'model'}", f"--config.data.source=jsonl:{place / 'questions.jsonl'}", *argv,
-            ]
-        )  # fmt: skip
-        config_module.validate(config)
+    with tempfile.TemporaryDirectory() as folder:
+        config = prepare(Path(folder), argv)
         with Preemption(config.checkpoint.save_within_s) as preemption, ExitStack() as stack:
             training = start(config, open_run(config, stack), stack)
             steps_s, phases_s = measure(training, preemption)
             training.checkpoints.wait()
             report(
-                "jaxprorl", config.model.dtype, steps_s, ("jax", "jaxlib"), phases_s=phases_s, peak_memory_bytes=peak_memory_bytes(),
-                attention=training.compute.attention, micro_batch_rows=config.batch.micro_batch_rows, devices=len(jax.devices()),
+                "jaxprorl", config.model.dtype, step_tokens(config), steps_s, ("jax", "jaxlib"), phases_s=phases_s,
+                peak_memory_bytes=peak_memory_bytes(), attention=training.compute.attention,
+                micro_batch_rows=config.batch.micro_batch_rows, devices=len(jax.devices()),
             )  # fmt: skip
 
 

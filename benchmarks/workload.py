@@ -7,7 +7,7 @@ log-probs, make one optimizer update.
 import json
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 WORK: dict[str, Any] = json.loads((Path(__file__).parent / "workload.json").read_text())
 PAD, STOP = "<|pad|>", "<|stop|>"
-COMPLETION_TOKENS = WORK["prompts"] * WORK["samples_per_prompt"] * WORK["response_tokens"]
+PAD_ID, STOP_ID = 256, 257
+STEP_TOKENS = WORK["prompts"] * WORK["samples_per_prompt"] * WORK["response_tokens"]
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -44,12 +45,24 @@ def score(completion_text: str, prompt: Any) -> float:
     return len(set(completion_text)) / max(1, len(completion_text))
 
 
-def report(system: str, dtype: str, step_s: Sequence[float], distributions: Sequence[str], **more: Any) -> None:
-    """Prints the result as one line of JSON, the last one of the output. `step_s`: seconds of the steps after warm-up."""
+def report_generation(system: str, dtype: str, batch: int, seconds: Sequence[float], distributions: Sequence[str], **more: Any) -> None:
+    """The same for sampling alone, `batch` completions at a time. `seconds`: of repetitions after warm-up."""
+    median_s = statistics.median(seconds)
+    versions = {"python": platform.python_version()} | {name: version(name) for name in distributions}
+    result = {
+        "system": system, "dtype": dtype, "batch": batch, "generation_s": round(median_s, 3),
+        "generations_s": [round(s, 3) for s in seconds],
+        "completion_tokens_per_s": round(batch * WORK["response_tokens"] / median_s, 1), **more, "versions": versions,
+    }  # fmt: skip
+    print(json.dumps(result), flush=True)
+
+
+def report(system: str, dtype: str, tokens: int, step_s: Sequence[float], distributions: Sequence[str], **more: Any) -> None:
+    """Prints the result as one line of JSON. `tokens`: completion tokens of a step. `step_s`: seconds of the steps after warm-up."""
     median_s = statistics.median(step_s)
-    versions: Mapping[str, str] = {"python": platform.python_version()} | {name: version(name) for name in distributions}
+    versions = {"python": platform.python_version()} | {name: version(name) for name in distributions}
     result = {
         "system": system, "dtype": dtype, "step_s": round(median_s, 3), "steps_s": [round(s, 3) for s in step_s],
-        "completion_tokens_per_s": round(COMPLETION_TOKENS / median_s, 1), **more, "versions": versions,
+        "completion_tokens_per_s": round(tokens / median_s, 1), **more, "versions": versions,
     }  # fmt: skip
     print(json.dumps(result), flush=True)

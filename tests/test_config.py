@@ -125,7 +125,7 @@ WRONG_VALUES = {
     "seed=-1": "0 or more",
     "seed=4294967296": "below 2^32",
     "evaluation.seed=4294967296": "below 2^32",
-    "profile_steps=(-1,)": "whole numbers from 0 to steps - 1 = 99",
+    "profile_steps=(3, -1)": "whole numbers from 0 to steps - 1 = 99",
     "profile_steps=(100,)": "whole numbers from 0 to steps - 1 = 99",
     "profile_steps=(1.5,)": "whole numbers from 0 to steps - 1 = 99",
     "optimizer.learning_rate=nan": "greater than 0",

@@ -1,0 +1,130 @@
+"""This system and its peers on one workload, one after the other: a table, and the numbers as JSON.
+
+.venv/bin/python benchmarks/run.py [--dtypes float32 bfloat16] [--trl PYTHON] [--tunix PYTHON] [--torch PYTHON] [--vllm PYTHON]
+    [--output FILE] [--check | --record]
+
+Each peer's PYTHON is the interpreter of an environment with its requirements (benchmarks/peers/requirements-*.txt; `--torch` takes TRL's
+environment, `--vllm` .venv-vllm/bin/python); peers without one are left out. Let nothing else run meanwhile. `--record` keeps the
+ratios between peers and us in recorded.json, `--check` fails if one has fallen by more than a quarter since: ratios, because seconds are
+the machine's.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RECORDED = HERE / "recorded.json"
+MARGIN = 0.25  # of a ratio; two runs of the same code on one machine differ by less (docs/performance.md)
+BATCHES = (16, 128, 512)
+Result = dict[str, Any]
+
+
+def jobs(interpreters: Mapping[str, str], dtypes: Sequence[str]) -> list[list[str]]:
+    """Commands of all runs, in order."""
+    commands = []
+    for dtype in dtypes:
+        ours, peers = [f"--config.model.dtype={dtype}"], ["--dtype", dtype]
+        commands.append([sys.executable, str(HERE / "step.py"), *ours])
+        if interpreters["trl"]:
+            commands.append([interpreters["trl"], str(HERE / "peers/run_trl.py"), *peers])
+        if interpreters["tunix"] and dtype == "float32":
+            commands.append([interpreters["tunix"], str(HERE / "peers/run_tunix.py")])
+        if interpreters["torch"] or interpreters["vllm"]:
+            for batch in BATCHES:
+                size = ["--batch", str(batch)]
+                commands.append([sys.executable, str(HERE / "generation.py"), *size, *ours])
+                commands += [
+                    [interpreters[name], str(HERE / f"peers/{script}.py"), *size, *peers]
+                    for name, script in (("torch", "run_transformers"), ("vllm", "run_vllm"))
+                    if interpreters[name]
+                ]
+    return commands
+
+
+def run(command: Sequence[str]) -> Result:
+    """The JSON line that a benchmark prints last."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"system"')]
+    if not lines:
+        raise SystemExit(f"{' '.join(command)}: status {done.returncode}, no result\n{done.stderr[-4000:]}")
+    result: Result = json.loads(lines[-1])
+    return result
+
+
+def ratios(results: Sequence[Result]) -> dict[str, float]:
+    """How many times a peer's seconds per step, its memory, and our sampled tokens per second are the other's. Above 1, we are ahead."""
+    ours = {(result["dtype"], result.get("batch")): result for result in results if result["system"] == "jaxprorl"}
+    found = {}
+    for result in results:
+        own = ours[result["dtype"], result.get("batch")]
+        if result is own:
+            continue
+        name, batch = f"{result['dtype']}.{result['system']}", result.get("batch")
+        if batch is None:
+            found[f"{name}.step"] = result["step_s"] / own["step_s"]
+            found[f"{name}.memory"] = result["peak_memory_bytes"] / own["peak_memory_bytes"]
+        else:
+            found[f"{name}.generation_{batch}"] = own["completion_tokens_per_s"] / result["completion_tokens_per_s"]
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+def fallen(now: Mapping[str, float], recorded: Mapping[str, float], margin: float = MARGIN) -> list[str]:
+    """What has become worse than the margin allows, of what both have."""
+    return [
+        f"{name}: {now[name]:.2f}, recorded {recorded[name]:.2f}, at least {recorded[name] * (1 - margin):.2f} is right"
+        for name in sorted(now.keys() & recorded.keys())
+        if now[name] < recorded[name] * (1 - margin)
+    ]
+
+
+def table(results: Sequence[Result]) -> str:
+    """One line per result."""
+    rows = [("system", "dtype", "batch", "step s", "generation s", "log-probs s", "update s", "tokens/s", "peak GiB")]
+    for result in results:
+        phases = result.get("phases_s", {})
+        generation = result.get("generation_s", phases.get("generation"))
+        values = (result.get("batch"), result.get("step_s"), generation, phases.get("log_probs"), phases.get("update"))
+        cells = ["" if value is None else f"{value:g}" for value in values]
+        speed, memory = f"{result['completion_tokens_per_s']:.0f}", f"{result['peak_memory_bytes'] / 2**30:.2f}"
+        rows.append((result["system"], result["dtype"], *cells, speed, memory))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def main() -> int:
+    """Runs, prints, writes, compares."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    for peer in ("trl", "tunix", "torch", "vllm"):
+        parser.add_argument(f"--{peer}", default="", metavar="PYTHON")
+    parser.add_argument("--output", type=Path, default=HERE.parent / "runs" / "benchmark" / "peers.json")
+    after = parser.add_mutually_exclusive_group()
+    after.add_argument("--check", action="store_true", help="exit with 1 if a ratio has fallen")
+    after.add_argument("--record", action="store_true", help="keep the ratios in recorded.json")
+    arguments = parser.parse_args()
+    if arguments.check and not RECORDED.is_file():
+        raise SystemExit(f"{RECORDED}: not there; --record makes it")
+    results = []
+    for command in jobs(vars(arguments), arguments.dtypes):
+        results.append(run(command))
+        print(json.dumps(results[-1]), flush=True)
+    found = ratios(results)
+    print(table(results), "", *(f"{name}: {value:g}" for name, value in found.items()), sep="\n")
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps({"results": results, "ratios": found}, indent=2) + "\n")
+    if arguments.record:
+        RECORDED.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
+    worse = fallen(found, json.loads(RECORDED.read_text())) if arguments.check else []
+    print(*worse, sep="\n")
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""What the benchmarks compute around their runs; the runs themselves take minutes and a quiet machine."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from tokenizers import Tokenizer
+
+from benchmarks import scaling, step, workload
+from benchmarks.run import fallen, jobs, ratios, table
+from jaxprorl import config as config_module
+from jaxprorl.data.prompts import Item, build_prompt
+from jaxprorl.data.tokenizer import load_tokenizer
+from jaxprorl.models import hf
+
+PEERS = {"trl": "", "tunix": "", "torch": "", "vllm": ""}
+
+
+def result(system: str, seconds: float, memory: int = 100, batch: int | None = None) -> dict:
+    speed = {"step_s": seconds, "completion_tokens_per_s": 16384 / seconds}
+    if batch:
+        speed = {"batch": batch, "generation_s": seconds, "completion_tokens_per_s": batch * 128 / seconds}
+    return {"system": system, "dtype": "float32", "peak_memory_bytes": memory, **speed}
+
+
+def test_ratios_above_one_mean_that_we_are_ahead() -> None:
+    results = [
+        result("jaxprorl", 5.0, 200), result("trl", 15.0, 300), result("jaxprorl", 2.0, batch=128), result("vllm", 1.0, batch=128),
+        result("jaxprorl", 0.5, batch=16), result("vllm", 1.0, batch=16),
+    ]  # fmt: skip
+    assert ratios(results) == {
+        "float32.trl.step": 3.0, "float32.trl.memory": 1.5, "float32.vllm.generation_128": 0.5, "float32.vllm.generation_16": 2.0,
+    }  # fmt: skip
+    assert [line.split()[:2] for line in table(results).splitlines()[1:3]] == [["jaxprorl", "float32"], ["trl", "float32"]]
+
+
+def test_a_ratio_falls_when_it_is_below_the_recorded_one_by_more_than_the_margin() -> None:
+    recorded = {"a": 2.0, "b": 2.0, "c": 2.0, "not measured now": 9.0}
+    (line,) = fallen({"a": 1.5, "b": 1.49, "c": 5.0, "new": 0.1}, recorded, margin=0.25)
+    assert line == "b: 1.49, recorded 2.00, at least 1.50 is right"
+
+
+def test_peers_without_an_interpreter_are_left_out() -> None:
+    assert [Path(command[1]).name for command in jobs(PEERS, ["float32"])] == ["step.py"]
+    names = [Path(command[1]).name for command in jobs(PEERS | {"tunix": "py", "vllm": "py"}, ["float32", "bfloat16"])]
+    assert names.count("run_tunix.py") == 1  # it has no bfloat16
+    assert (names.count("step.py"), names.count("generation.py"), names.count("run_vllm.py")) == (2, 6, 6)
+
+
+def test_prompts_are_different_and_of_the_length_that_is_promised(tmp_path: Path) -> None:
+    workload.write_tokenizer(tmp_path)
+    tokenizer, texts = load_tokenizer(tmp_path), workload.prompts(600)
+    assert len(set(texts)) == 600
+    for text in (texts[0], texts[-1]):
+        prompt = build_prompt(tokenizer, Item("", "", ({"role": "user", "content": text},), "", ""), 0)
+        assert prompt.token_ids.shape == (workload.WORK["prompt_tokens"],)
+    assert (tokenizer.pad_id, tokenizer.stop_ids) == (workload.PAD_ID, (workload.STOP_ID,))
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab_size() <= workload.WORK["model"]["vocab_size"]
+
+
+@pytest.mark.parametrize(("text", "expected"), [("", 0.0), ("aaaa", 0.25), ("abcd", 1.0), ("abab", 0.5)])
+def test_the_reward_by_hand(text: str, expected: float) -> None:
+    assert workload.score(text, None) == expected
+
+
+def test_the_model_folder_is_one_and_has_the_workloads_size(tmp_path: Path) -> None:
+    shape = step.SHAPE
+    step.write_model(tmp_path, shape)
+    assert hf.read_config(tmp_path) == shape
+    hf.check_tensors(tmp_path, shape)
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    layer = 3 * 256 * 1024 + 2 * 256 * 256 + 2 * 256 * 128 + 512 + 2 * 256  # MLP; q and o; k and v; their biases; norms
+    assert sum(value.size for value in tensors.values()) == 512 * 256 + 4 * layer + 256
+    assert np.std(tensors["model.embed_tokens.weight"]) == pytest.approx(0.02, rel=0.01)
+
+
+@pytest.mark.parametrize(("axis", "value"), [(axis, value) for axis, values in scaling.POINTS.items() for value in values])
+def test_every_point_of_the_scaling_curves_is_a_valid_config(axis: str, value: int, tmp_path: Path) -> None:
+    config = config_module.load([f"--config={step.__file__}", *scaling.overrides(scaling.POINTS[axis][value])])
+    config.model.path, config.data.source = str(tmp_path), f"jsonl:{tmp_path / 'questions.jsonl'}"
+    step.write_questions(tmp_path / "questions.jsonl", config.batch.prompts)
+    config_module.validate(config)
+    tokens = step.step_tokens(config)
+    assert tokens == (value * 128 if axis == "batch" else 16384)
+    rows = config.batch.prompts * config.rollout.samples_per_prompt
+    assert rows % config.batch.micro_batch_rows == 0 == rows - config.rollout.slots

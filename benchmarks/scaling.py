@@ -41,7 +41,7 @@ def overrides(fields: Mapping[str, int]) -> list[str]:
     length = fields.get("rollout.max_response_tokens", WORK["response_tokens"])
     derived = {
         "rollout.slots": rows, "rollout.min_response_tokens": length, "batch.row_tokens": WORK["prompt_tokens"] + length,
-        "batch.micro_batch_rows": min(16, max(2, rows * WORK["response_tokens"] // length // 8)), "steps": 4, "workload.warmup_steps": 1,
+        "batch.micro_batch_rows": max(2, min(16, 2048 // length)), "steps": 4, "workload.warmup_steps": 1,
     }  # fmt: skip
     return [f"--config.{name}={value}" for name, value in {**derived, **fields}.items()]
 

@@ -80,7 +80,8 @@ def step_tokens(config: ConfigDict) -> int:
 def write_model(folder: Path, shape: Qwen2Config) -> None:
     """A random model as a Hugging Face folder, written without JAX: its devices are chosen later."""
     write_tokenizer(folder)
-    random, tensors = np.random.RandomState(0), {}
+    random = np.random.RandomState(0)
+    tensors: dict[str, np.ndarray] = {}
     for declaration in declarations(shape).values():
         size = {"normal": 0.02, "zeros": 0.0, "ones": 0.0}[declaration.init]
         values = ((declaration.init == "ones") + size * random.standard_normal(declaration.shape)).astype(np.float32)

@@ -52,6 +52,7 @@ def get_config() -> ConfigDict:
     c.workload.warmup_steps = WORK["warmup_steps"]  # of each of the two loops, counted in `steps`
     c.steps = WORK["warmup_steps"] + WORK["steps"]  # of each of the two loops
     c.reward = c.evaluation.reward = "benchmarks.workload:score"
+    c.model.attention = "naive"  # faster than "chunked" on these rows, which "auto" would take above attention_chunk_tokens
     c.filtering.rule = "off"
     c.batch.prompts = c.batch.refill_prompts = WORK["prompts"]
     c.batch.updates = 1

@@ -40,10 +40,11 @@ def overrides(fields: Mapping[str, int]) -> list[str]:
     rows = prompts * fields.get("rollout.samples_per_prompt", WORK["samples_per_prompt"])
     length = fields.get("rollout.max_response_tokens", WORK["response_tokens"])
     derived: dict[str, int | str] = {
-        "model.attention": "naive" if length == WORK["response_tokens"] else "auto", "rollout.slots": rows, "rollout.min_response_tokens": length, "batch.row_tokens": WORK["prompt_tokens"] + length,
+        "model.attention": "naive" if length == WORK["response_tokens"] else "auto", "rollout.slots": rows,
+        "rollout.min_response_tokens": length, "batch.row_tokens": WORK["prompt_tokens"] + length,
         "batch.micro_batch_rows": max(2, min(16, 2048 // length)), "steps": 4, "workload.warmup_steps": 1,
     }  # fmt: skip
-    return [f"--config.{name}={value}" for name, value in {**derived, **fields}.items()]
+    return [f"--config.{name}={value}" for name, value in (derived | dict(fields)).items()]
 
 
 def plot(axis: str, rows: Sequence[Mapping[str, Any]]) -> Figure:

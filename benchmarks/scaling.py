@@ -39,11 +39,12 @@ def overrides(fields: Mapping[str, int]) -> list[str]:
     prompts = fields.get("batch.prompts", WORK["prompts"])
     rows = prompts * fields.get("rollout.samples_per_prompt", WORK["samples_per_prompt"])
     length = fields.get("rollout.max_response_tokens", WORK["response_tokens"])
-    derived = {
-        "rollout.slots": rows, "rollout.min_response_tokens": length, "batch.row_tokens": WORK["prompt_tokens"] + length,
-        "batch.micro_batch_rows": min(16, max(2, rows * WORK["response_tokens"] // length // 8)), "steps": 4, "workload.warmup_steps": 1,
+    derived: dict[str, int | str] = {
+        "model.attention": "naive" if length == WORK["response_tokens"] else "auto", "rollout.slots": rows,
+        "rollout.min_response_tokens": length, "batch.row_tokens": WORK["prompt_tokens"] + length,
+        "batch.micro_batch_rows": max(2, min(16, 2048 // length)), "steps": 4, "workload.warmup_steps": 1,
     }  # fmt: skip
-    return [f"--config.{name}={value}" for name, value in {**derived, **fields}.items()]
+    return [f"--config.{name}={value}" for name, value in (derived | dict(fields)).items()]
 
 
 def plot(axis: str, rows: Sequence[Mapping[str, Any]]) -> Figure:

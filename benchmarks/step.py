@@ -52,6 +52,7 @@ def get_config() -> ConfigDict:
     c.workload.warmup_steps = WORK["warmup_steps"]  # of each of the two loops, counted in `steps`
     c.steps = WORK["warmup_steps"] + WORK["steps"]  # of each of the two loops
     c.reward = c.evaluation.reward = "benchmarks.workload:score"
+    c.model.attention = "naive"  # faster than "chunked" on these rows, which "auto" would take above attention_chunk_tokens
     c.filtering.rule = "off"
     c.batch.prompts = c.batch.refill_prompts = WORK["prompts"]
     c.batch.updates = 1
@@ -80,7 +81,8 @@ def step_tokens(config: ConfigDict) -> int:
 def write_model(folder: Path, shape: Qwen2Config) -> None:
     """A random model as a Hugging Face folder, written without JAX: its devices are chosen later."""
     write_tokenizer(folder)
-    random, tensors = np.random.RandomState(0), {}
+    random = np.random.RandomState(0)
+    tensors: dict[str, np.ndarray] = {}
     for declaration in declarations(shape).values():
         size = {"normal": 0.02, "zeros": 0.0, "ones": 0.0}[declaration.init]
         values = ((declaration.init == "ones") + size * random.standard_normal(declaration.shape)).astype(np.float32)

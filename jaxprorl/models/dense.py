@@ -10,7 +10,7 @@ def multiply_by_copies(x_ND: jax.Array, kernel_DF: jax.Array) -> jax.Array:
     """x_ND @ kernel_DF; the kernel's gradient multiplies a transposed copy of x.
 
     XLA:CPU gives its matrix unit only products of operands as they lie in memory. The usual x^T d is none: it is converted to float32
-    first, and takes 7.1 ms where 256 x 1536 x 1024 as it lies takes 1.6 (one of two cores, JAX 0.12).
+    first, and takes 7.1 ms for N, D, F = 1536, 256, 1024, where x_ND @ kernel_DF takes 1.6 (two devices at once on 2 cores, JAX 0.12).
     """
     return x_ND @ kernel_DF
 

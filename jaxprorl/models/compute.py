@@ -50,12 +50,6 @@ class Compute:
         return STRATEGIES[self.strategy].params
 
     @property
-    def copies_for_gradients(self) -> bool:
-        """Whether gradients of kernels are products of transposed copies, see `models.dense`: in bfloat16 on CPUs, of whole rows."""
-        cut = self.mesh is not None and self.mesh.shape[CONTEXT_AXIS] > 1
-        return self.dtype == "bfloat16" and self.platform == "cpu" and not cut
-
-    @property
     def platform(self) -> str:
         """One of "cpu" (also without a mesh), "gpu" and "tpu"."""
         name = "cpu" if self.mesh is None else str(self.mesh.devices.flat[0].platform)

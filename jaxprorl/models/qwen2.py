@@ -16,7 +16,6 @@ from flax import nnx
 
 from jaxprorl.models.attention import packed_attention
 from jaxprorl.models.compute import Compute
-from jaxprorl.models.dense import multiply_by_copies
 from jaxprorl.models.remat import remat
 from jaxprorl.sharding.strategies import CONTEXT_AXIS
 
@@ -156,11 +155,10 @@ class Qwen2(nnx.Module):
 
         def body(carry: tuple[jax.Array, Any], layer: tuple[Mapping[str, jax.Array], jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
             (x, caches), (weights, index) = carry, layer
-            return block(c, weights, x, cos, sin, lambda q, k, v: attend(q, k, v, index, caches), not cut, multiply), None
+            return block(c, weights, x, cos, sin, lambda q, k, v: attend(q, k, v, index, caches), not cut), None
 
         # Rows and tokens that are both split cannot become one axis without a gather.
         cut = self.compute.row_mesh is not None and self.compute.row_mesh.shape[CONTEXT_AXIS] > 1
-        multiply = multiply_by_copies if self.compute.copies_for_gradients else jnp.matmul
         unroll = c.num_hidden_layers if c.num_hidden_layers <= UNROLL_MAX_LAYERS else 1
         body = remat(body, self.compute.remat, unrolled=unroll > 1)
         (x_BSD, caches), _ = jax.lax.scan(body, (x_BSD, caches), (stacked, jnp.arange(c.num_hidden_layers)), unroll=unroll)
@@ -208,20 +206,19 @@ def block(
     sin_BSK: jax.Array,
     attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
     flat: bool = True,
-    multiply: Callable[[jax.Array, jax.Array], jax.Array] = jnp.matmul,
 ) -> tuple[jax.Array, Any]:
     """One pre-norm decoder block: attention with q/k/v biases and rotary positions, then SwiGLU. `flat`: rows and tokens as one axis N."""
     rows = x_BSD.shape[:2]
     tokens = (-1,) if flat else rows
     y_ND = rms_norm(x_BSD, w["attention_norm"], c.rms_norm_eps).reshape(*tokens, c.hidden_size)
-    q_BSHK = (multiply(y_ND, w["q_kernel"]) + w["q_bias"]).reshape(*rows, c.num_attention_heads, c.head_dim)
-    k_BSGK = (multiply(y_ND, w["k_kernel"]) + w["k_bias"]).reshape(*rows, c.num_key_value_heads, c.head_dim)
-    v_BSGK = (multiply(y_ND, w["v_kernel"]) + w["v_bias"]).reshape(*rows, c.num_key_value_heads, c.head_dim)
+    q_BSHK = (y_ND @ w["q_kernel"] + w["q_bias"]).reshape(*rows, c.num_attention_heads, c.head_dim)
+    k_BSGK = (y_ND @ w["k_kernel"] + w["k_bias"]).reshape(*rows, c.num_key_value_heads, c.head_dim)
+    v_BSGK = (y_ND @ w["v_kernel"] + w["v_bias"]).reshape(*rows, c.num_key_value_heads, c.head_dim)
     context_BSHK, cache = attend(rotate(q_BSHK, cos_BSK, sin_BSK), rotate(k_BSGK, cos_BSK, sin_BSK), v_BSGK)
-    x_BSD = x_BSD + multiply(context_BSHK.reshape(*tokens, w["o_kernel"].shape[0]), w["o_kernel"]).reshape(x_BSD.shape)
+    x_BSD = x_BSD + (context_BSHK.reshape(*tokens, w["o_kernel"].shape[0]) @ w["o_kernel"]).reshape(x_BSD.shape)
     y_ND = rms_norm(x_BSD, w["mlp_norm"], c.rms_norm_eps).reshape(*tokens, c.hidden_size)
-    y_NF = jax.nn.silu(multiply(y_ND, w["gate_kernel"])) * multiply(y_ND, w["up_kernel"])
-    return x_BSD + multiply(y_NF, w["down_kernel"]).reshape(x_BSD.shape), cache
+    y_NF = jax.nn.silu(y_ND @ w["gate_kernel"]) * (y_ND @ w["up_kernel"])
+    return x_BSD + (y_NF @ w["down_kernel"]).reshape(x_BSD.shape), cache
 
 
 def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:

@@ -93,7 +93,8 @@ def compile_all(
         made[part] = make()
         if fresh:  # a resumed run's log continues as if nothing had happened
             time_s = round(time.perf_counter() - started_s, 2)
-            recorder.event(0, "compile", name=name, time_s=time_s, **estimated_memory(made[part]))
+            facts = made[part] if part[0] == "engine" else estimated_memory(made[part])
+            recorder.event(0, "compile", name=name, time_s=time_s, **facts)
     recorder.progress.phase("compiling", len(parts), len(parts))
     return [_bound(plan, made, per_sample_shape(plan.config, mesh).sharding) for plan in plans]
 

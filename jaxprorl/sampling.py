@@ -50,6 +50,8 @@ def sample(path: Path, split: str, task: str | None, prompts: int, samples: int,
         SamplingError: no such run, no checkpoint yet, no such task, a number out of range.
         DataError, ModelError, RewardError, CheckpointError: the run's files, data or reward are not usable.
     """
+    if seed >= 2**32:
+        raise SamplingError(f"--seed {seed}: must be below 2^32")
     for name, value, least in (("prompts", prompts, 1), ("samples", samples, 1), ("temperature", temperature, 0), ("seed", seed, 0)):
         if not least <= value < float("inf"):
             raise SamplingError(f"--{name} {value}: must be {least} or more")
@@ -67,7 +69,7 @@ def sample(path: Path, split: str, task: str | None, prompts: int, samples: int,
     shardings = param_shardings(model_config, mesh, config.mesh.strategy)
     params = restore_params(folder.checkpoints, step, abstract_params(model_config, shardings))
     run = read_host(folder.checkpoints, step).run
-    # As many slots as there are prompts: what is drawn does not depend on their number, compilation time and memory do.
+    # As many slots as there are prompts: but for rounding what is drawn does not depend on their number, compile time and memory do.
     rows = -(-min(len(chosen), max(1, config.rollout.slots // samples)) // mesh.size) * mesh.size
     config.rollout.slots = rows * samples
     engine = JaxEngine(config, model_config, mesh, tokenizer.stop_ids)

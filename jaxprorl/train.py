@@ -109,7 +109,7 @@ def run_stage(training: Training, preemption: Preemption) -> None:
     done: Step | None = None
     while not is_over(config, run) and not training.watch.stage.ending and not (done and preemption.requested):
         step = run.step
-        tracing = start_trace(config, training.folder, step)
+        tracing = start_trace(config, training.folder, step, state)
         # Made, the rollout has dispatched its first decode steps; only then is the last update's result read.
         rollout = Rollout(
             config, setting.engine, training.graders, setting.prompts, run.prompts_consumed - run.stage_prompts, step, left,

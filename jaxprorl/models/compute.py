@@ -19,7 +19,7 @@ KERNEL_BLOCK_TOKENS = 128  # rows of `triton` and `splash` are cut into blocks o
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """How the forward and backward pass over packed rows is carried out. Prefill and decoding use `dtype` alone.
+    """How the forward and backward pass over packed rows is carried out. Decoding uses `dtype` alone, prefill attention too.
 
     Attributes:
         dtype: of activations and of the weights in matmuls.

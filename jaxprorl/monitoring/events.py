@@ -22,7 +22,8 @@ EVENTS: dict[str, tuple[str, str]] = {
     "data": ("splits made and compared", "train, validation, held_out (items), duplicates_removed?, fingerprint?"),
     "compile": (
         "an executable was built before the loop",
-        "name, shapes?, time_s?, memory_bytes? {argument, output, alias (shared by these), temp: the compiler's estimate per device}",
+        "name, shapes?, time_s?, memory_bytes? {argument, output, alias (shared by these), temp: the compiler's estimate per device}, "
+        "cache_bytes? {group size: of the embedded engine's cache, all devices together}",
     ),
     "evaluation": ("held-out split graded", "when (before or after), temperature, solve_rate, mean_score, per_task?"),
     "stage": (

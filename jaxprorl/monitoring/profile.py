@@ -8,10 +8,15 @@ from ml_collections import ConfigDict
 from jaxprorl.run_folder import RunFolder
 
 
-def start_trace(config: ConfigDict, folder: RunFolder, step: int) -> bool:
-    """Starts the trace of a step that `config.profile_steps` names, into `profiles/step_NNNNNN`; whether it did."""
+def start_trace(config: ConfigDict, folder: RunFolder, step: int, results: Any) -> bool:
+    """Starts the trace of a step that `config.profile_steps` names, into `profiles/step_NNNNNN`; whether it did.
+
+    Args:
+        results: arrays of the step before, which is waited for: the devices may still be at work on it.
+    """
     if step not in config.profile_steps:
         return False
+    jax.block_until_ready(results)
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # every Python call would be in it, and slow the step down
     jax.profiler.start_trace(folder.profiles / f"step_{step:06d}", profiler_options=options)

@@ -19,7 +19,7 @@ from jaxprorl.sharding.strategies import BATCH_AXES, STRATEGIES
 Cache = dict[str, Any]
 
 # Prompts whose samples are not all started or not all ended hold an entry: with skewed lengths about three times as many as the slots
-# could hold whole groups of (docs/rollouts.md).
+# could hold whole groups of: a prompt lives as long as its longest sample, about three times the mean.
 MAX_BANKS = 4
 SHORTEST_SEGMENT_TOKENS = 64
 

@@ -60,7 +60,7 @@ def prefill(
     """Writes the keys and values of prompts into entries of the cache.
 
     Args:
-        tokens_PS: prompts, padded on the right to all prompt columns.
+        tokens_PS: prompts, padded on the right to the end of one of the cache's prompt segments.
         length_P: their lengths.
         entry_P: where to; `layout.entries` = nowhere, the row is padding.
     """
@@ -76,13 +76,14 @@ def prefill(
     layers = []
     for (k_PSGK, v_PSGK), layer in zip(kept, cache["layers"], strict=True):
         k_PGKS, v_PGSK = jnp.transpose(k_PSGK, (0, 2, 3, 1)), jnp.transpose(v_PSGK, (0, 2, 1, 3))
-        banks, start = [], 0
+        banks = []
         for row, bank in zip(row_P, layer["prompt"], strict=True):
             start, segments = 0, []
             for k, v in bank:
                 end = start + v.shape[2]
-                k = k.at[row].set(k_PGKS[..., start:end], mode="drop")
-                v = v.at[row].set(v_PGSK[:, :, start:end], mode="drop")
+                if end <= tokens_PS.shape[1]:
+                    k = k.at[row].set(k_PGKS[..., start:end], mode="drop")
+                    v = v.at[row].set(v_PGSK[:, :, start:end], mode="drop")
                 segments.append((k, v))
                 start = end
             banks.append(segments)

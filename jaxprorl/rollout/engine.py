@@ -44,8 +44,12 @@ def exam_sampling(config: ConfigDict) -> Sampling:
 class Engine(Protocol):
     """Generates completions with the weights of the last swap."""
 
-    def compile(self, params: Any, samples: Sequence[int]) -> None:
-        """Compiles everything that the loop will call, for these group sizes. `params` may be shapes with shardings."""
+    def compile(self, params: Any, samples: Sequence[int]) -> Mapping[str, Any]:
+        """Compiles everything that the loop will call, for these group sizes. `params` may be shapes with shardings.
+
+        Returns:
+            What there is to tell of it, for the event log.
+        """
 
     def set_weights(self, params: Any, version: int) -> Mapping[str, float]:
         """Swaps the policy. Not while a `generate` iterator is unfinished, unless the engine says otherwise.

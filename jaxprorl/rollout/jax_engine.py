@@ -25,7 +25,9 @@ from jaxprorl.sharding.mesh import batch_sharding, replicated
 from jaxprorl.sharding.strategies import AXES, BATCH_AXES
 from jaxprorl.types import Completion, FinishReason, Prompt
 
-FEW_PROMPTS = 16  # prefilled in one piece however few there are; with more, there is a second executable for an eighth of them
+# Prompts of a shard that are prefilled together, always: in bfloat16 on CPU a product's bits depend on the number of its rows.
+PREFILL_PROMPTS = 16
+MOST_PREFILL_TOKENS = 16_384  # and no more tokens than these, which bounds the memory of activations
 NAIVE_MAX_TOKENS = 256  # longer prompts are prefilled by chunked attention, whose memory does not grow with their square
 
 
@@ -35,7 +37,7 @@ class _Executables:
 
     layout: Layout
     empty: Any
-    prefill: dict[int, Any]  # by prompts per shard
+    prefill: dict[int, Any]  # by columns of a prompt
     decode: dict[bool, Any]
 
 
@@ -48,24 +50,24 @@ class JaxEngine:
         self._params: Params | None = None
         self._version = -1
         self._executables: dict[int, _Executables] = {}  # by samples per prompt
-        self._held: tuple[int, Cache, Slots] | None = None  # the cache is kept between calls for groups of the same size
         self._slot_steps = self._tokens = 0
 
-    def compile(self, params: Params, samples: Sequence[int]) -> None:
+    def compile(self, params: Params, samples: Sequence[int]) -> dict[str, Any]:
         """Compiles prefilling and decoding for each group size. `params` may be shapes with shardings.
 
         Single samples, which evaluation takes, may also be drawn with top-k and top-p if `config.evaluation` does so.
+
+        Returns:
+            `cache_bytes`, by group size.
         """
         truncates = exam_sampling(self.config).truncated
         for n in dict.fromkeys(samples):
             layout = make_layout(self.config, n, self.mesh)
             self._executables[n] = self._compile(params, layout, (False, True) if truncates and n == 1 else (False,))
+        return {"cache_bytes": {str(n): self.cache_bytes(n) for n in samples}}
 
     def _compile(self, params: Params, layout: Layout, truncations: Sequence[bool]) -> _Executables:
         c, dtype, mesh = self.model_config, self.config.model.dtype, self.mesh
-        width = sum(layout.prompt_segments)
-        attention = "naive" if width <= NAIVE_MAX_TOKENS else "chunked"
-        graphdef = build(c, Compute(dtype, attention, self.config.model.attention_chunk_tokens))
         rows, whole = batch_sharding(mesh), replicated(mesh)
         cache_at = cache_shardings(layout, c, mesh, self.config.mesh.strategy)
         make = partial(_empty, layout, c, dtype)
@@ -77,25 +79,27 @@ class JaxEngine:
         def shape(*dimensions: int, sharding: Any = rows, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(dimensions, dtype, sharding=sharding)
 
-        def compile_prefill(size: int) -> Any:
-            prompts = layout.shards * size
-            run = self._on_shards(partial(prefill, graphdef, layout), "prrrr", "r")
+        def model(width: int) -> Any:
+            attention = "naive" if width <= NAIVE_MAX_TOKENS else "chunked"
+            return build(c, Compute(dtype, attention, self.config.model.attention_chunk_tokens))
+
+        def compile_prefill(width: int) -> Any:
+            prompts = layout.shards * prefill_prompts(layout, width)
+            run = self._on_shards(partial(prefill, model(width), layout), "prrrr", "r")
             jitted = jax.jit(run, donate_argnums=1, out_shardings=cache_at)
             return jitted.lower(params, cache, shape(prompts, width), shape(prompts), shape(prompts)).compile()
 
         def compile_decode(truncated: bool) -> Any:
-            run = self._on_shards(partial(decode, graphdef, layout, self.rules, truncated), "prrrrp", "rrr")
+            run = self._on_shards(partial(decode, model(1), layout, self.rules, truncated), "prrrrp", "rrr")
             jitted = jax.jit(run, donate_argnums=(1, 2), out_shardings=(cache_at, slots_at, rows))
             order = shape(layout.shards * layout.slots, ORDER_COLUMNS)
             numbers = {name: shape(sharding=whole, dtype=x.dtype) for name, x in _numbers(Sampling(1, 1.0, 0, 0)).items()}
             return jitted.lower(params, cache, slots, order, shape(layout.shards, layout.banks + 1), numbers).compile()
 
-        most = layout.bank_entries
-        sizes = {most, most // 8} if most > FEW_PROMPTS else {most}
         return _Executables(
             layout,
             jax.jit(make, out_shardings=(cache_at, slots_at)).lower().compile(),
-            {size: compile_prefill(size) for size in sorted(sizes)},
+            {width: compile_prefill(width) for width in prompt_widths(layout)},
             {truncated: compile_decode(truncated) for truncated in truncations},
         )
 
@@ -113,7 +117,7 @@ class JaxEngine:
         )
 
     def cache_bytes(self, samples: int) -> int:
-        """Memory that decoding groups of this size takes beside weights and activations, over all devices."""
+        """Memory of the cache while groups of this size are sampled, over all shards; between calls there is none."""
         return cache_bytes(self._executables[samples].layout, self.model_config, self.config.model.dtype)
 
     def set_weights(self, params: Params, version: int) -> dict[str, float]:
@@ -130,21 +134,24 @@ class JaxEngine:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, limit: Callable[[int, int], int] | None = None
     ) -> Iterator[Completion]:
-        """See `Engine.generate`. `limit(prompt_id, sample)` is the most tokens of a sample, if less than `rollout.max_response_tokens`."""
+        """See `Engine.generate`. `limit(prompt_id, sample)` is the most tokens of a sample, within `rollout.max_response_tokens`."""
         if not prompts:
             return iter(())
-        executables, most = self._executables[sampling.samples], self.config.rollout.max_response_tokens
-        schedule = Schedule(executables.layout, prompts, limit or (lambda prompt_id, sample: most))
-        return self._stream(schedule, self._advance(schedule, sampling), sampling)
+        most = self.config.rollout.max_response_tokens
+        executables = self._executables[sampling.samples]
 
-    def _advance(self, schedule: Schedule, sampling: Sampling) -> dict[str, jax.Array]:
+        def most_of(prompt_id: int, sample: int) -> int:
+            return min(max(1, limit(prompt_id, sample)), most) if limit else most
+
+        schedule = Schedule(executables.layout, prompts, most_of)
+        # The cache lives as long as this call: nothing of it takes memory during updates, or reaches the next one.
+        return self._stream(schedule, self._advance(schedule, sampling, executables.empty()), sampling)
+
+    def _advance(self, schedule: Schedule, sampling: Sampling, held: tuple[Cache, Slots]) -> tuple[Cache, Slots, dict[str, jax.Array]]:
         """Fills free slots and dispatches the next decode steps."""
         executables = self._executables[sampling.samples]
-        held, self._held = self._held, None
-        cache, slots = held[1:] if held and held[0] == sampling.samples else executables.empty()
-        del held
         prefills, started = schedule.admit()
-        cache = self._prefill(executables, cache, prefills)
+        cache = self._prefill(executables, held[0], prefills)
         layout = executables.layout
         order_BN = np.zeros((layout.shards * layout.slots, ORDER_COLUMNS), np.int32)
         for slot in started:
@@ -154,33 +161,37 @@ class JaxEngine:
         reach = schedule.reach(self.rules.chunk_tokens)
         order, reached = jax.device_put((order_BN, reach), batch_sharding(self.mesh))
         numbers = jax.device_put(_numbers(sampling), replicated(self.mesh))
-        cache, slots, view = executables.decode[sampling.truncated](self._params, cache, slots, order, reached, numbers)
-        self._held = sampling.samples, cache, slots
-        return view
+        decoded: tuple[Cache, Slots, dict[str, jax.Array]]
+        decoded = executables.decode[sampling.truncated](self._params, cache, held[1], order, reached, numbers)
+        return decoded
 
     def _prefill(self, executables: _Executables, cache: Cache, prefills: Sequence[Prefill]) -> Cache:
-        layout = executables.layout
-        queues = [[new for new in prefills if new.shard == shard] for shard in range(layout.shards)]
-        while any(queues):
-            longest = max(map(len, queues))
-            size = next((size for size in executables.prefill if size >= longest), max(executables.prefill))
-            tokens_PS = np.zeros((layout.shards * size, sum(layout.prompt_segments)), np.int32)
-            length_P, entry_P = np.zeros(len(tokens_PS), np.int32), np.full(len(tokens_PS), layout.entries, np.int32)
-            for shard, queue in enumerate(queues):
-                for row, new in enumerate(queue[:size], start=shard * size):
-                    ids = new.prompt.token_ids
-                    tokens_PS[row, : len(ids)], length_P[row], entry_P[row] = ids, len(ids), new.entry
-                del queue[:size]
-            arguments = jax.device_put((tokens_PS, length_P, entry_P), batch_sharding(self.mesh))
-            cache = executables.prefill[size](self._params, cache, *arguments)
+        """Each prompt in the executable of its own length: in which one must not depend on its neighbours."""
+        layout, least = executables.layout, 0
+        for width, run in executables.prefill.items():
+            size = prefill_prompts(layout, width)
+            chosen = [new for new in prefills if least < len(new.prompt.token_ids) <= width]
+            queues = [[new for new in chosen if new.shard == shard] for shard in range(layout.shards)]
+            while any(queues):
+                tokens_PS = np.zeros((layout.shards * size, width), np.int32)
+                length_P, entry_P = np.zeros(len(tokens_PS), np.int32), np.full(len(tokens_PS), layout.entries, np.int32)
+                for shard, queue in enumerate(queues):
+                    for row, new in enumerate(queue[:size], start=shard * size):
+                        ids = new.prompt.token_ids
+                        tokens_PS[row, : len(ids)], length_P[row], entry_P[row] = ids, len(ids), new.entry
+                    del queue[:size]
+                arguments = jax.device_put((tokens_PS, length_P, entry_P), batch_sharding(self.mesh))
+                cache = run(self._params, cache, *arguments)
+            least = width
         return cache
 
-    def _stream(self, schedule: Schedule, view: dict[str, jax.Array], sampling: Sampling) -> Iterator[Completion]:
+    def _stream(self, schedule: Schedule, decoded: tuple[Cache, Slots, dict[str, jax.Array]], sampling: Sampling) -> Iterator[Completion]:
         layout, version = schedule.layout, self._version
         while schedule.unfinished:
+            cache, slots, view = decoded
             seen = jax.device_get(view)
             ended = []
-            self._slot_steps += int(seen["steps_1"].sum()) * layout.slots
+            self._slot_steps += int(seen["steps_1"].max()) * layout.slots * layout.shards  # all wait for the slowest
             for slot, running in list(schedule.running.items()):
                 new = int(seen["made_B"][slot]) - running.made
                 running.token_ids.append(seen["tokens_BC"][slot, :new])
@@ -190,7 +201,7 @@ class JaxEngine:
                 if not seen["running_B"][slot]:
                     ended.append(schedule.end(slot))
             if schedule.unfinished:
-                view = self._advance(schedule, sampling)  # the devices go on before the host hands anything out
+                decoded = self._advance(schedule, sampling, (cache, slots))  # the devices go on before the host hands anything out
             for running in ended:
                 yield self._completion(running, version)
 
@@ -201,6 +212,16 @@ class JaxEngine:
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+def prompt_widths(layout: Layout) -> list[int]:
+    """Columns that prompts are prefilled at: up to the end of each segment."""
+    return np.cumsum(layout.prompt_segments).tolist()
+
+
+def prefill_prompts(layout: Layout, width: int) -> int:
+    """Prompts of a shard that are prefilled together; fewer are padded to as many."""
+    return max(1, min(layout.bank_entries, PREFILL_PROMPTS, MOST_PREFILL_TOKENS // width))
 
 
 def _empty(layout: Layout, c: Qwen2Config, dtype: str) -> tuple[Cache, Slots]:

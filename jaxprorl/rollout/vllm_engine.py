@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -123,10 +124,11 @@ class VllmEngine:
             self.close()
             raise
 
-    def compile(self, params: Params, samples: Sequence[int]) -> None:
+    def compile(self, params: Params, samples: Sequence[int]) -> dict[str, Any]:
         """Compiles what a swap needs; sampling is the workers' own business. `params` may be shapes with shardings."""
         self._channel.compile(params)
         self._probe.compile(params)
+        return {}
 
     def set_weights(self, params: Params, version: int) -> dict[str, float]:
         """Swaps the policy on all workers and proves it; unanswered requests end before or start again after, as `rollout.vllm.swap` says.

@@ -14,7 +14,7 @@ def work(step: int) -> Callable[[jax.Array], jax.Array]:
     """A function whose compiled program is named after the step."""
 
     def function(x: jax.Array) -> jax.Array:
-        return jnp.sin(x) + step
+        return jax.lax.fori_loop(0, 300, lambda i, x: jnp.tanh(x @ x), x) + step  # long enough to be under way when the next step begins
 
     function.__name__ = f"work_of_step_{step}"
     return function
@@ -27,10 +27,11 @@ def programs(file: Path) -> set[str]:
 
 
 def test_the_steps_asked_for_are_traced_and_no_others(tmp_path: Path) -> None:
-    config, folder, x = tiny_config(profile_steps=(1, 3)), RunFolder(tmp_path), jnp.zeros(8)
+    config, folder, x = tiny_config(profile_steps=(1, 3)), RunFolder(tmp_path), jnp.zeros((256, 256))
     compiled = [jax.jit(work(step)).lower(x).compile() for step in range(4)]
+    result = x
     for step in range(4):
-        tracing = start_trace(config, folder, step)
+        tracing = start_trace(config, folder, step, result)
         result = compiled[step](x)
         if tracing:
             stop_trace(result)
@@ -41,5 +42,5 @@ def test_the_steps_asked_for_are_traced_and_no_others(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_when_no_step_is_named(tmp_path: Path) -> None:
-    assert not start_trace(tiny_config(), RunFolder(tmp_path), 0)
+    assert not start_trace(tiny_config(), RunFolder(tmp_path), 0, ())
     assert not list(tmp_path.iterdir())

@@ -79,14 +79,19 @@ def automatic_compute(config: ConfigDict, head_dim: int, row_tokens: int, mesh: 
     """How to compute rows of any packing: the platform's kernel if the shapes fit, else by row length.
 
     A row of one chunk costs `chunked` as much memory as the whole row of scores costs `naive`; a longer one less (docs/attention.md).
+    `naive` also takes parts of rows that chunks do not divide.
+
+    Raises:
+        ConfigError: no attention takes rows of this length on this mesh.
     """
     chunk_tokens = config.model.attention_chunk_tokens
     compute = Compute(config.model.dtype, "chunked", chunk_tokens, config.model.remat, mesh, config.mesh.strategy)
-    for name in ("triton", "splash"):
+    for name in ("triton", "splash", *(("naive",) if row_tokens <= chunk_tokens else ("chunked", "naive"))):
         chosen = dataclasses.replace(compute, attention=name)
-        if not unfit(chosen, head_dim, row_tokens, packing=True):
+        problem = unfit(chosen, head_dim, row_tokens, packing=True)
+        if not problem:
             return chosen
-    return dataclasses.replace(compute, attention="naive") if row_tokens <= chunk_tokens else compute
+    raise ConfigError(f"model.attention = 'auto': {problem}")
 
 
 def unfit(compute: Compute, head_dim: int, row_tokens: int, packing: bool) -> str:

@@ -76,7 +76,7 @@ def choose_compute(config: ConfigDict, head_dim: int, mesh: "Mesh") -> Compute:
 
 
 def automatic_compute(config: ConfigDict, head_dim: int, section: str, mesh: "Mesh") -> Compute:
-    """How to compute the rows of `section` of the config, "batch" or "warmstart", however packed: the platform's kernel if the shapes fit, else by row length.
+    """How to compute rows of any packing, those of `section` ("batch" or "warmstart"): the platform's kernel if shapes fit, else by length.
 
     A row of one chunk costs `chunked` as much memory as the whole row of scores costs `naive`; a longer one less (docs/attention.md).
     `naive` also takes parts of rows that chunks do not divide.

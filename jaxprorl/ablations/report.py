@@ -145,8 +145,8 @@ def _speed(result: Result) -> list[str]:
         ]
         for found in result.agreements
     ]  # fmt: skip
-    heads = ("comparison", "seed", "steps with the same samples", "largest difference of the loss")
-    out += ["<h2>Agreement</h2>", table(heads, compared)]
+    named = ("comparison", "seed", "steps with the same samples", "largest difference of the loss")
+    out += ["<h2>Agreement</h2>", table(named, compared)]
     out.append(
         '<p class="soft">Rounding differs between arms. As long as all samples of a step are the same in both, the losses are of the same '
         "data and differ by rounding alone; from the first different sample on they are of different data and are not compared.</p>"

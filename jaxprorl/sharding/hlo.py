@@ -180,7 +180,7 @@ def _mesh_groups(text: str, mesh: str, axes: str, devices: int) -> Groups:
     parts: dict[str, list[int]] = {name: [int(size)] for name, size in re.findall(r"('[^']*')=(\d+)", mesh)}
     if math.prod(size for part in parts.values() for size in part) != devices:
         raise HloError(f"replica groups {text!r} do not hold each of {devices} devices once")
-    chosen = set()
+    chosen: set[tuple[str, int]] = set()
     for name, before, size in re.findall(r"('[^']*')(?::\((\d+)\)(\d+))?", axes):
         if name not in parts or name in {known for known, _ in chosen}:
             raise HloError(f"replica groups {text!r}: {name} is no axis of the mesh, or is named twice")

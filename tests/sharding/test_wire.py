@@ -215,7 +215,8 @@ def test_todays_training_step_on_cpu_sends_hardly_more_than_it_must_there(strate
         ratio = ratios(on_cpu[strategy], strategy, SIZES.get(strategy, ""), "small", micro_batches, CPU_FACTORS[strategy])
         assert 0.8 < ratio < LIMIT, micro_batches
     assert chunk_bytes(on_cpu[strategy]) < CHUNK_BYTES
-    assert (chunk_bytes(on_cpu[strategy]) > 0) == (STRATEGIES[strategy].params["vocab"] is not None), "the loop is seen"
+    if strategy == "tp":
+        assert chunk_bytes(on_cpu[strategy]) > 0, "the loop is seen: the sums of its softmax stand there"
 
 
 @pytest.mark.slow

@@ -376,9 +376,11 @@ def _check_warm_start(config: ConfigDict) -> None:
 
 def _check_shapes(config: ConfigDict) -> None:
     rollout, batch, model, mesh = config.rollout, config.batch, config.model, config.mesh
-    sizes = {axis: max(1, mesh[axis]) for axis in AXES}
+    sizes = {axis: mesh[axis] for axis in AXES}
     try:
-        mesh_sizes(mesh.strategy, sizes, math.prod(sizes.values()))  # how many devices there are is known only at start
+        mesh_sizes(
+            mesh.strategy, sizes, math.prod(size or 1 for size in sizes.values())
+        )  # how many devices there are is known only at start
     except ValueError as error:
         raise ConfigError(f"mesh.{error}") from None
     devices = _row_devices(config)

@@ -172,6 +172,7 @@ WRONG_VALUES = {
     "model.path=/nowhere": "leave it empty for a warm start",
     "mesh.strategy=zero": "dp, fsdp, zero1, tp, fsdp_tp, fsdp_cp",
     "mesh.tensor=2": "strategy 'dp' splits nothing over it",
+    "mesh.strategy=fsdp_tp": "tensor = 0: strategy 'fsdp_tp' needs 2 or more",
     "mesh.data=-1": "0 or more",
     "mesh.cpu_devices=0": "greater than 0",
     "warmstart.row_tokens=60": "rollout.max_prompt_tokens + rollout.max_response_tokens = 72",
@@ -198,6 +199,7 @@ WRONG_VALUES = {
 # Where another field than the one given is to blame, its name and value.
 BLAMED = {
     "rollout.max_response_tokens=480": ("batch.row_tokens = 96: ", "= 504"),
+    "mesh.strategy=fsdp_tp": ("mesh.tensor = 0: ", "strategy 'fsdp_tp' needs 2 or more"),
     "optimizer.b1=1.0": ("optimizer.b1, b2 = (1.0, ", "below 1"),
     "evaluation.reward=nowhere:f": ("evaluation.reward: reward = 'nowhere:f'", "put nowhere.py into"),
 }

@@ -128,6 +128,13 @@ def test_another_tokenizer_is_refused_and_can_be_accepted(place: Path) -> None:
     assert "going on from the checkpoint of step 4" in ended.stdout
 
 
+def test_another_strategy_is_refused_and_can_be_accepted(place: Path) -> None:
+    assert "--config.checkpoint.accept=mesh.strategy" in refused(place, "mesh.strategy=zero1")
+    ended = tiny_run.train(place, f"steps={STEPS + 1}", "mesh.strategy=zero1", "checkpoint.accept=mesh.strategy")
+    assert "going on from the checkpoint of step 4" in ended.stdout
+    assert [line["step"] for line in tiny_run.lines(place / "runs/tiny/metrics.jsonl")] == list(range(STEPS + 1))
+
+
 def test_other_data_under_the_same_name_and_another_reward_are_refused(home: Path, tmp_path: Path) -> None:
     (tmp_path / ".cache").symlink_to((home / ".cache").resolve())
     rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b), "task": "sums"} for a in range(10) for b in range(10)]

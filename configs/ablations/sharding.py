@@ -5,8 +5,9 @@
     python launch/ablate.py --config configs/ablations/sharding.py --config.experiment=FILE       # another model than this small one
 
 Six arms on two devices take about a quarter of an hour of two cores. Devices that share cores tell nothing of the speed of as many
-machines: there, only memory and agreement mean something. Strategies that the devices or the model do not allow are refused by themselves
-and listed; the others go on.
+machines, nor does the host's peak memory tell strategies apart: there, only the compiler's estimate of memory and agreement mean something.
+On two devices fsdp_tp is tp, and fsdp_cp splits nothing over fsdp. Strategies that the devices or the model do not allow are refused by
+themselves and listed; the others go on.
 """
 
 from ml_collections import ConfigDict

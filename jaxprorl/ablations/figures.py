@@ -101,7 +101,7 @@ def differences_svg(comparisons: Sequence[Comparison], detectable: float | None)
 
 
 def losses_svg(per_step: Mapping[str, Sequence[float]]) -> str | None:
-    """Largest loss difference between arms in each step, one line per seed; None without a step."""
+    """Loss difference of two arms in each step, one line per pair and seed; None without a step."""
     drawn = {label: values for label, values in per_step.items() if values}
     if not drawn:
         return None
@@ -112,6 +112,6 @@ def losses_svg(per_step: Mapping[str, Sequence[float]]) -> str | None:
             axes.plot(range(len(values)), values, color=PALETTE[number % len(PALETTE)], marker="o", markersize=3, label=label)
         axes.set_yscale("symlog", linthresh=1e-9)
         axes.set_xlabel("step")
-        axes.set_ylabel("largest difference of the loss")
+        axes.set_ylabel("difference of the loss")
         figure.legend(loc="outside upper left", ncols=4, fontsize=9)
         return svg_element(figure, "losses", f"Largest loss difference: {', '.join(f'{label} {max(v):.2g}' for label, v in drawn.items())}")

@@ -54,7 +54,7 @@ def text(result: Result) -> str:
     lines += [_cost_line(cost) for cost in result.costs]
     for found in result.agreements:
         largest = "no step to compare" if found.largest is None else f"largest loss difference {found.largest:.3g}"
-        lines.append(f"seed {found.seed}: {largest} over the {found.steps} steps with the same samples ({', '.join(found.arms)})")
+        lines.append(f"{found.arm} - {found.control}, seed {found.seed}: {largest} over the {found.steps} steps with the same samples")
     lines += [f"{failure.state.upper()} {failure.run.name}: {failure.line}" for failure in result.failures]
     lines += [f"excluded: {lost}" for lost in lost_pairs(result)] if result.plan.question == "outcome" else []
     return "\n".join(lines)
@@ -139,15 +139,19 @@ def _speed(result: Result) -> list[str]:
         "Estimated: the compiler's memory analysis of the training step. A dash: the platform does not tell.</p>"
     )
     compared = [
-        [str(found.seed), str(found.steps), "–" if found.largest is None else f"{found.largest:.3g}", escape(", ".join(found.arms))]
+        [
+            escape(f"{found.arm} − {found.control}"), str(found.seed), str(found.steps),
+            "–" if found.largest is None else f"{found.largest:.3g}",
+        ]
         for found in result.agreements
-    ]
-    out += ["<h2>Agreement</h2>", table(("seed", "steps with the same samples", "largest difference of the loss", "arms"), compared)]
+    ]  # fmt: skip
+    named = ("comparison", "seed", "steps with the same samples", "largest difference of the loss")
+    out += ["<h2>Agreement</h2>", table(named, compared)]
     out.append(
-        '<p class="soft">Rounding differs between arms. As long as all samples of a step are the same, the losses are those of the same '
+        '<p class="soft">Rounding differs between arms. As long as all samples of a step are the same in both, the losses are of the same '
         "data and differ by rounding alone; from the first different sample on they are of different data and are not compared.</p>"
     )
-    svg = losses_svg({f"seed {found.seed}": found.per_step for found in result.agreements})
+    svg = losses_svg({f"{found.arm} − {found.control}, seed {found.seed}": found.per_step for found in result.agreements})
     return [*out, f"<figure>{svg}</figure>" if svg else ""]
 
 

@@ -41,18 +41,19 @@ class Cost:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far losses are apart between the arms of one seed.
+    """How far the losses of an arm and another are apart in one seed.
 
     Attributes:
         seed: of the runs.
-        arms: compared.
-        steps: how many first steps had the same samples in all arms; later ones trained on different ones.
-        per_step: largest difference of `loss.total` between two arms, in each of these steps that made an update.
+        arm, control: compared, see `Plan.comparisons`.
+        steps: how many first steps had the same samples in both; later ones trained on different ones.
+        per_step: difference of `loss.total` in each of these steps that made an update.
         largest: of them; None without such a step.
     """
 
     seed: int
-    arms: tuple[str, ...]
+    arm: str
+    control: str
     steps: int
     per_step: tuple[float, ...]
     largest: float | None
@@ -95,17 +96,18 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def agreements(plan: Plan, records: Sequence[Record]) -> list[Agreement]:
-    """One per seed with two finished arms or more."""
+    """One per seed and comparison of which both runs finished: an arm that samples otherwise takes none of the others with it."""
+    by_run = {(record.run.arm, record.run.seed): record for record in records}
+    samples = {run: completions(record) for run, record in by_run.items()}
     found = []
     for seed in plan.seeds:
-        of_seed = [record for record in records if record.run.seed == seed]
-        if len(of_seed) > 1:
-            steps = equal_steps([completions(record) for record in of_seed])
-            updated = [step for step in range(steps) if all("loss.total" in record.rows[step] for record in of_seed)]
-            losses = [[record.rows[step]["loss.total"] for record in of_seed] for step in updated]
-            per_step = tuple(max(at) - min(at) for at in losses)
-            arms = tuple(record.run.arm for record in of_seed)
-            found.append(Agreement(seed, arms, steps, per_step, max(per_step, default=None)))
+        for arm, control in plan.comparisons:
+            runs = [(arm, seed), (control, seed)]
+            if all(run in by_run for run in runs):
+                steps = equal_steps([samples[run] for run in runs])
+                losses = [[by_run[run].rows[step].get("loss.total") for run in runs] for step in range(steps)]
+                per_step = tuple(abs(a - b) for a, b in losses if a is not None and b is not None)
+                found.append(Agreement(seed, arm, control, steps, per_step, max(per_step, default=None)))
     return found
 
 

@@ -67,7 +67,7 @@ def choose_compute(config: ConfigDict, head_dim: int, mesh: "Mesh") -> Compute:
     if batch.micro_batch_rows % shards:
         raise ConfigError(f"batch.micro_batch_rows = {batch.micro_batch_rows}: must divide by the {shards} devices that share the rows")
     if model.attention == "auto":
-        return automatic_compute(config, head_dim, batch.row_tokens, mesh)
+        return automatic_compute(config, head_dim, "batch", mesh)
     compute = Compute(model.dtype, model.attention, model.attention_chunk_tokens, model.remat, mesh, config.mesh.strategy)
     problem = unfit(compute, head_dim, batch.row_tokens, batch.packing)
     if problem:
@@ -75,22 +75,27 @@ def choose_compute(config: ConfigDict, head_dim: int, mesh: "Mesh") -> Compute:
     return compute
 
 
-def automatic_compute(config: ConfigDict, head_dim: int, row_tokens: int, mesh: "Mesh") -> Compute:
-    """How to compute rows of any packing: the platform's kernel if the shapes fit, else by row length.
+def automatic_compute(config: ConfigDict, head_dim: int, section: str, mesh: "Mesh") -> Compute:
+    """How to compute rows of any packing, those of `section` ("batch" or "warmstart"): the platform's kernel if shapes fit, else by length.
 
     A row of one chunk costs `chunked` as much memory as the whole row of scores costs `naive`; a longer one less (docs/attention.md).
+    `naive` also takes parts of rows that chunks do not divide.
+
+    Raises:
+        ConfigError: no attention takes rows of this length on this mesh.
     """
-    chunk_tokens = config.model.attention_chunk_tokens
+    row_tokens, chunk_tokens = config[section].row_tokens, config.model.attention_chunk_tokens
     compute = Compute(config.model.dtype, "chunked", chunk_tokens, config.model.remat, mesh, config.mesh.strategy)
-    for name in ("triton", "splash"):
+    for name in ("triton", "splash", *(("naive",) if row_tokens <= chunk_tokens else ("chunked", "naive"))):
         chosen = dataclasses.replace(compute, attention=name)
-        if not unfit(chosen, head_dim, row_tokens, packing=True):
+        problem = unfit(chosen, head_dim, row_tokens, packing=True, section=section)
+        if not problem:
             return chosen
-    return dataclasses.replace(compute, attention="naive") if row_tokens <= chunk_tokens else compute
+    raise ConfigError(f"model.attention = 'auto': {problem}")
 
 
-def unfit(compute: Compute, head_dim: int, row_tokens: int, packing: bool) -> str:
-    """Why an attention cannot be used and what would help; empty if it can."""
+def unfit(compute: Compute, head_dim: int, row_tokens: int, packing: bool, section: str = "batch") -> str:
+    """Why an attention cannot be used for the rows of `section` and what would help; empty if it can."""
     name, devices = compute.attention, compute.platform
     needs = PLATFORM.get(name, devices)
     if needs != devices:
@@ -99,7 +104,7 @@ def unfit(compute: Compute, head_dim: int, row_tokens: int, packing: bool) -> st
     if name in PLATFORM and cut > 1:
         return f"it needs whole rows, and mesh.context = {cut} cuts them; 'chunked' and 'naive' take parts"
     if row_tokens % cut:
-        return f"batch.row_tokens = {row_tokens} does not divide by mesh.context = {cut}"
+        return f"{section}.row_tokens = {row_tokens} does not divide by mesh.context = {cut}; {-(-row_tokens // cut) * cut} does"
     part, chunk = row_tokens // cut, compute.attention_chunk_tokens
     if name == "chunked" and cut > 1 and part % min(chunk, part):
         return f"model.attention_chunk_tokens = {chunk} must divide the {part} tokens of a row that each device has"
@@ -115,5 +120,5 @@ def unfit(compute: Compute, head_dim: int, row_tokens: int, packing: bool) -> st
         return f"it needs heads of 64, 128 or 256; the model's head_dim is {head_dim}"
     if name in ("triton", "splash") and row_tokens % KERNEL_BLOCK_TOKENS:
         rounded = -(-row_tokens // KERNEL_BLOCK_TOKENS) * KERNEL_BLOCK_TOKENS
-        return f"batch.row_tokens = {row_tokens} is no multiple of {KERNEL_BLOCK_TOKENS}, its block; {rounded} is"
+        return f"{section}.row_tokens = {row_tokens} is no multiple of {KERNEL_BLOCK_TOKENS}, its block; {rounded} is"
     return ""

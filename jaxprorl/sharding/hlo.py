@@ -155,33 +155,45 @@ def device_groups(attributes: str, devices: int) -> Groups:
     the part of size 2 of axis b that lies inside its first part of size 2.
 
     Raises:
-        HloError: another form.
+        HloError: another form, or groups that do not hold every device once. Lists may leave devices out.
     """
     _, found, text = attributes.partition("replica_groups=")
     if not found or text.startswith("{}"):
         return (tuple(range(devices)),)
     if listed := re.match(r"\{(\{[\d,{}]*\})\}", text):
-        return tuple(_numbers(group) for group in re.findall(r"\{([\d,]*)\}", listed[1]))
+        groups = tuple(_numbers(group) for group in re.findall(r"\{([\d,]*)\}", listed[1]))
+        named = [device for group in groups for device in group]
+        if len(named) != len(set(named)) or max(named, default=0) >= devices:
+            raise HloError(f"replica groups {listed[0]!r} name a device twice, or one beyond the {devices}")
+        return groups
     if counted := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        shape, order = _numbers(counted[2]), _numbers(counted[3] or "")
-        return _groups(np.arange(math.prod(shape)).reshape(shape).transpose(order or None).reshape(_numbers(counted[1])))
-    if mesh := re.match(r"mesh\[([^\]]*)\] \{([^}]*)\}", text):
-        return _mesh_groups(mesh[1], mesh[2])
+        shape, cut, order = _numbers(counted[2]), _numbers(counted[1]), _numbers(counted[3] or "")
+        if not (math.prod(shape) == math.prod(cut) == devices and sorted(order) in ([], list(range(len(shape)))) and len(cut) == 2):
+            raise HloError(f"replica groups {counted[0]!r} do not hold each of {devices} devices once")
+        return _groups(np.arange(devices).reshape(shape).transpose(order or None).reshape(cut))
+    if mesh := re.match(r"mesh\[((?:'[^']*'=\d+,?)*)\] \{((?:'[^']*'(?::\(\d+\)\d+)?,?)*)\}", text):
+        return _mesh_groups(mesh[0], mesh[1], mesh[2], devices)
     raise HloError(f"replica groups of an unknown form: {text[:120]!r}")
 
 
-def _mesh_groups(mesh: str, axes: str) -> Groups:
+def _mesh_groups(text: str, mesh: str, axes: str, devices: int) -> Groups:
     parts: dict[str, list[int]] = {name: [int(size)] for name, size in re.findall(r"('[^']*')=(\d+)", mesh)}
-    chosen = set()
+    if math.prod(size for part in parts.values() for size in part) != devices:
+        raise HloError(f"replica groups {text!r} do not hold each of {devices} devices once")
+    chosen: set[tuple[str, int]] = set()
     for name, before, size in re.findall(r"('[^']*')(?::\((\d+)\)(\d+))?", axes):
+        if name not in parts or name in {known for known, _ in chosen}:
+            raise HloError(f"replica groups {text!r}: {name} is no axis of the mesh, or is named twice")
         if before:
-            (whole,) = parts[name]
-            parts[name] = [int(before), int(size), whole // (int(before) * int(size))]
+            (whole,), inner = parts[name], int(before) * int(size)
+            if inner == 0 or whole % inner:
+                raise HloError(f"replica groups {text!r}: {name} of size {whole} has no such part")
+            parts[name] = [int(before), int(size), whole // inner]
         chosen.add((name, 1 if before else 0))
     dimensions = [(name, part) for name, sizes in parts.items() for part in range(len(sizes))]
     inside = [i for i, dimension in enumerate(dimensions) if dimension in chosen]
     sizes = [size for part in parts.values() for size in part]
-    ids = np.arange(math.prod(sizes)).reshape(sizes).transpose([i for i in range(len(sizes)) if i not in inside] + inside)
+    ids = np.arange(devices).reshape(sizes).transpose([i for i in range(len(sizes)) if i not in inside] + inside)
     return _groups(ids.reshape(-1, math.prod(sizes[i] for i in inside)))
 
 

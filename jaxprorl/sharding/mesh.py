@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from jaxprorl.errors import ConfigError
 from jaxprorl.models.qwen2 import Qwen2Config, declarations
-from jaxprorl.sharding.strategies import AXES, BATCH_AXES, CONTEXT_AXIS, STRATEGIES, Table, mesh_sizes
+from jaxprorl.sharding.strategies import AXES, BATCH_AXES, CONTEXT_AXIS, STRATEGIES, WHOLE, Table, mesh_sizes
 
 
 def set_cpu_devices(config: ConfigDict) -> None:
@@ -60,13 +60,27 @@ def param_shardings(model_config: Qwen2Config, mesh: Mesh | AbstractMesh, strate
     """Sharding of every parameter, by name.
 
     Raises:
-        ConfigError: a dimension does not divide by the devices that it is split over.
+        ConfigError: a dimension does not divide by the devices that it is split over; the table lacks or misnames an axis, takes one mesh
+            axis twice in one array, or splits what devices with other tokens cannot share.
     """
-    return table_shardings(model_config, mesh, strategy, STRATEGIES[strategy].params)
+    table = STRATEGIES[strategy].params
+    shardings = table_shardings(model_config, mesh, strategy, table)
+    for axis in ("vocab", "heads", "kv_heads"):  # what comes of their parts is summed, or stays apart, beside the same tokens
+        name = table[axis]
+        if name in (*BATCH_AXES, CONTEXT_AXIS) and mesh.shape[name] > 1:
+            raise ConfigError(
+                f"mesh.strategy = {strategy!r} splits {axis} over {name}, whose {mesh.shape[name]} devices have different tokens, so that "
+                f"no one computes all of a token's {axis}; use 'tensor' or None for {axis}, and split 'embed' or 'mlp' over {name}"
+            )
+    return shardings
 
 
 def moment_shardings(model_config: Qwen2Config, mesh: Mesh | AbstractMesh, strategy: str) -> dict[str, NamedSharding]:
-    """Sharding of every parameter's gradient and optimizer moments, by name. Raises as `param_shardings` does."""
+    """Sharding of every parameter's gradient and optimizer moments, by name. They meet no tokens, so any axis may split them.
+
+    Raises:
+        ConfigError: as `table_shardings`.
+    """
     return table_shardings(model_config, mesh, strategy, STRATEGIES[strategy].moments)
 
 
@@ -75,7 +89,16 @@ def table_shardings(model_config: Qwen2Config, mesh: Mesh | AbstractMesh, strate
 
     Heads are never cut: query heads must divide by the devices that they are split over. Key-value heads, of which there are fewer, stay
     whole where they do not divide.
+
+    Raises:
+        ConfigError: a dimension does not divide by the devices that it is split over; the table lacks or misnames an axis, or takes one
+            mesh axis twice in one array.
     """
+    if table.keys() != WHOLE.keys():
+        raise ConfigError(f"mesh.strategy = {strategy!r}: its table names the axes {sorted(table)}; it must name all of {sorted(WHOLE)}")
+    for axis, mesh_axis in table.items():
+        if mesh_axis is not None and mesh_axis not in AXES:
+            raise ConfigError(f"mesh.strategy = {strategy!r} splits {axis} over {mesh_axis!r}, no mesh axis; use one of {AXES}, or None")
     c = model_config
     heads = {"heads": c.num_attention_heads, "kv_heads": c.num_key_value_heads}
     split = {axis: 1 if name is None else mesh.shape[name] for axis, name in table.items()}
@@ -87,7 +110,10 @@ def table_shardings(model_config: Qwen2Config, mesh: Mesh | AbstractMesh, strate
     table = {axis: None if axis == "kv_heads" and heads[axis] % split[axis] else name for axis, name in table.items()}
     shardings = {}
     for name, declaration in declarations(c).items():
-        spec = partition_spec(declaration.axes, table)
+        try:
+            spec = partition_spec(declaration.axes, table)
+        except ValueError as error:
+            raise ConfigError(f"mesh.strategy = {strategy!r}, {name}: {error}") from None
         for size, axis in zip(declaration.shape, spec, strict=True):
             if axis is not None and size % mesh.shape[axis]:
                 raise ConfigError(

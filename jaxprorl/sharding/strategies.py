@@ -47,10 +47,12 @@ def mesh_sizes(strategy: str, sizes: Mapping[str, int], devices: int) -> dict[st
 
     Raises:
         ValueError: the sizes do not make up the devices, or give the strategy an axis it does not use or deny it one that it needs; the
-            message begins with the axis.
+            message begins with the axis, or with "strategy" where that itself cannot be.
     """
     plan = STRATEGIES[strategy]
-    used = {*BATCH_AXES, plan.fills, *plan.needs, *plan.params.values()}
+    if plan.fills not in AXES:
+        raise ValueError(f"strategy = {strategy!r} fills {plan.fills!r}, no mesh axis; use one of {AXES}")
+    used = {*BATCH_AXES, plan.fills, *plan.needs, *plan.params.values(), *plan.moments.values()}
     given = {axis: size for axis, size in sizes.items() if size}
     for axis, size in given.items():
         if size > 1 and axis not in used:

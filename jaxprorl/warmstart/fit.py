@@ -33,7 +33,7 @@ from jaxprorl.packing import Sample, pack
 from jaxprorl.rewards.pool import GraderPool
 from jaxprorl.rollout.engine import Sampling
 from jaxprorl.rollout.jax_engine import JaxEngine
-from jaxprorl.sharding.mesh import batch_sharding, param_shardings
+from jaxprorl.sharding.mesh import batch_sharding, like_params, moment_shardings, param_shardings, replicated
 from jaxprorl.warmstart import solutions
 from jaxprorl.warmstart.tokenizer import build_tokenizer
 
@@ -248,15 +248,18 @@ class _Trainer:
         self.params, self.updates = params, 0
         self._config, self._mesh = config, mesh
         self._held: Sample | None = None  # did not fit into the last batch
-        row_tokens = config.warmstart.row_tokens
-        self._graphdef = build(model_config, automatic_compute(config, model_config.head_dim, row_tokens, mesh))
+        self._graphdef = build(model_config, automatic_compute(config, model_config.head_dim, "warmstart", mesh))
         self._shardings = param_shardings(model_config, mesh, config.mesh.strategy)
+        self._moments = moment_shardings(model_config, mesh, config.mesh.strategy)
 
     def restart(self, schedule: optax.Schedule) -> None:
         """A fresh optimizer; updates count from 0."""
         self._optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b1=0.9, b2=0.98, weight_decay=0.01))
-        self._opt_state = jax.jit(self._optimizer.init)(self.params)
-        self._step = jax.jit(self._updates, donate_argnums=(0, 1))
+        state = jax.eval_shape(self._optimizer.init, self.params)
+        shardings = like_params(state, self.params, self._moments, self._mesh)
+        self._opt_state = jax.jit(self._optimizer.init, out_shardings=shardings)(self.params)
+        out_shardings = (self._shardings, shardings, replicated(self._mesh))
+        self._step = jax.jit(self._updates, donate_argnums=(0, 1), out_shardings=out_shardings)
         self.updates = 0
 
     def run(self, stream: _Stream, weights: dict[str, float], updates: int) -> float:

@@ -285,6 +285,6 @@ def test_sigterm_saves_the_run_under_way_and_the_same_command_goes_on_to_the_rep
     # Parameters, reference and two moments are float32: split over two devices, a quarter of them and more leaves each.
     assert 0 < costs["fsdp"]["estimated_bytes"] < costs["never"]["estimated_bytes"]
     (agreement,) = result["agreements"]
-    assert agreement["arms"] == ["fsdp", "never"] and agreement["steps"] >= 1
+    assert (agreement["arm"], agreement["control"]) == ("never", "fsdp") and agreement["steps"] >= 1
     assert agreement["largest"] < 1e-5, "the loss is of order 1, computed in float32"
     assert "same samples" in stdout and "Cost of a step" in (tmp_path / "ablations/strategies/report.html").read_text()

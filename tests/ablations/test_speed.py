@@ -21,7 +21,8 @@ def record(arm: str, step_s: list[float], losses: list[float | None], seed: int 
 
 
 def plan(*arms: str, seeds: tuple[int, ...] = (0,)) -> Any:
-    return SimpleNamespace(arms={arm: [] for arm in arms}, seeds=list(seeds))
+    """The first arm is the control."""
+    return SimpleNamespace(arms={arm: [] for arm in arms}, seeds=list(seeds), comparisons=[[arm, arms[0]] for arm in arms[1:]])
 
 
 def test_the_first_step_of_every_run_is_left_out_of_times() -> None:
@@ -52,4 +53,12 @@ def test_losses_are_compared_while_samples_are_the_same(monkeypatch: pytest.Monk
     texts = {"a": [["x"], ["y"], ["z"], ["u"]], "b": [["x"], ["y"], ["z"], ["other"]]}
     monkeypatch.setattr(speed, "completions", lambda found: texts[found.run.arm])
     (agreement,) = speed.agreements(plan("a", "b", seeds=(0, 1)), runs)
-    assert agreement == speed.Agreement(0, ("a", "b"), 3, (0.5, 0.0), 0.5), "a step without an update has no loss"
+    assert agreement == speed.Agreement(0, "b", "a", 3, (0.5, 0.0), 0.5), "a step without an update has no loss"
+
+
+def test_an_arm_that_samples_otherwise_is_named_and_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [record(arm, [1.0] * 2, [loss, loss]) for arm, loss in (("dp", 1.0), ("tp", 1.25), ("fsdp", 1.5))]
+    texts = {"dp": [["x"], ["y"]], "tp": [["other"], ["y"]], "fsdp": [["x"], ["y"]]}
+    monkeypatch.setattr(speed, "completions", lambda found: texts[found.run.arm])
+    found = speed.agreements(plan("dp", "tp", "lost", "fsdp"), runs)
+    assert found == [speed.Agreement(0, "tp", "dp", 0, (), None), speed.Agreement(0, "fsdp", "dp", 2, (0.5, 0.5), 0.5)]

@@ -17,9 +17,9 @@ from jaxprorl.sharding.mesh import make_mesh
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def mesh_of(platform: str, data: int = 2, fsdp: int = 1) -> Any:
-    devices = np.array([SimpleNamespace(platform=platform)] * (data * fsdp))
-    return SimpleNamespace(devices=devices, shape={"data": data, "fsdp": fsdp, "tensor": 1, "context": 1})
+def mesh_of(platform: str, data: int = 2, fsdp: int = 1, context: int = 1) -> Any:
+    devices = np.array([SimpleNamespace(platform=platform)] * (data * fsdp * context))
+    return SimpleNamespace(devices=devices, shape={"data": data, "fsdp": fsdp, "tensor": 1, "context": context})
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,33 @@ def test_auto_is_the_platforms_kernel_where_the_shapes_fit(platform: str, row_to
     config = tiny_config(batch__row_tokens=row_tokens, model__dtype="bfloat16", model__remat="dots")
     mesh = mesh_of(platform)
     assert choose_compute(config, head_dim, mesh) == Compute("bfloat16", expected, 128, "dots", mesh)
-    assert automatic_compute(config, head_dim, row_tokens, mesh).attention == expected
+    config.warmstart.row_tokens = row_tokens
+    assert automatic_compute(config, head_dim, "warmstart", mesh).attention == expected
 
 
 def test_a_longer_chunk_keeps_longer_rows_naive() -> None:
     config = tiny_config(batch__row_tokens=512, model__attention_chunk_tokens=512)
     assert choose_compute(config, 128, mesh_of("cpu")).attention == "naive"
+
+
+@pytest.mark.parametrize(
+    ("row_tokens", "expected"),
+    [(96, "naive"), (256, "chunked"), (512, "chunked"), (192, "chunked"), (384, "naive"), (386, "naive")],  # 192, 193: not in chunks of 128
+)
+def test_auto_takes_parts_of_rows_that_fit_the_chunks_or_naive(row_tokens: int, expected: str) -> None:
+    config = tiny_config(batch__row_tokens=row_tokens, mesh__strategy="fsdp_cp")
+    assert choose_compute(config, 128, mesh_of("gpu", context=2)).attention == expected
+
+
+@pytest.mark.parametrize("row_tokens", [97, 193])
+def test_auto_refuses_rows_that_the_context_axis_cannot_cut(row_tokens: int) -> None:
+    config, mesh = tiny_config(mesh__strategy="fsdp_cp"), mesh_of("cpu", context=2)
+    for section in ("batch", "warmstart"):
+        config[section].row_tokens = row_tokens
+        with pytest.raises(ConfigError) as caught:
+            automatic_compute(config, 128, section, mesh)
+        said = f"{section}.row_tokens = {row_tokens} does not divide by mesh.context = 2; {row_tokens + 1} does"
+        assert str(caught.value) == f"model.attention = 'auto': {said}"
 
 
 @pytest.mark.parametrize(

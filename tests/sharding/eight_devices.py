@@ -53,7 +53,10 @@ CASES: dict[str, tuple[str, dict[str, int], str, Any, int]] = {
     "few_heads_tp": ("fsdp_tp", {"tensor": 4}, "chunked", FEW_HEADS, 8),
     "few_heads_tp_naive": ("fsdp_tp", {"tensor": 4}, "naive", FEW_HEADS, 8),
 }
-ENGINES = ("one", "fsdp", "fsdp_tp", "tp", "few_heads_one", "few_heads_tp")
+ENGINES = ("one", "dp", "fsdp", "zero1", "own", "tp", "fsdp_tp", "fsdp_cp", "few_heads_one", "few_heads_tp")
+
+# A checkpoint of each strategy is restored under the next, the last one's under the first, with these sizes.
+RING = {"dp": {}, "fsdp": {}, "zero1": {}, "tp": {}, "fsdp_cp": {"context": 4}, "fsdp_tp": {"tensor": 2}, "own": {}}
 
 
 def config_of(strategy: str) -> Any:
@@ -102,10 +105,12 @@ def run(name: str, folder: Path) -> dict[str, np.ndarray]:
     for key, value in fresh_params.items():
         assert value.sharding.is_equivalent_to(shardings.params[key], value.ndim), (name, key)
     found |= {f"init.{key}": value for key, value in fresh_params.items()}
-    if count == 8:  # saved under this strategy, restored on four devices, saved again, restored on one, saved again, restored as it was
-        four, one = (state_shardings(config_of(s), model, make_mesh(s, jax.devices()[:n])) for s, n in (("fsdp", 4), ("dp", 1)))
-        for devices, target in ((4, four), (1, one), (8, shardings)):
-            place_ = folder / f"{name}_{devices}"
+    if count == 8:  # saved, restored under another strategy, saved again, restored on four devices, then on one, then as it was
+        after = [*RING, *RING][list(RING).index(strategy) + 1]
+        others = ((after, 8, RING[after]), ("fsdp", 4, {}), ("dp", 1, {}), (strategy, 8, sizes))
+        for number, (s, devices, axes) in enumerate(others):
+            target = state_shardings(config_of(s), model, make_mesh(s, jax.devices()[:devices], axes))
+            place_ = folder / f"{name}_{number}"
             with Checkpoints(place_, config) as checkpoints:
                 checkpoints.save(state, Host(RunState(step=1), {"metrics": 0, "events": 0}, {}))
             shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, target)

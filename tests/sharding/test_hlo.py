@@ -110,7 +110,31 @@ def test_groups_of_every_form(attributes: str, groups: tuple[tuple[int, ...], ..
     assert device_groups(attributes, 8) == groups
 
 
-@pytest.mark.parametrize("form", ["mesh['a'=8], device_ids=([8]) {'a'}", "@empty", "[4,2]"])
+@pytest.mark.parametrize(
+    ("form", "problem"),
+    [
+        ("[2,4]<=[2,3]", "do not hold each of 8 devices once"),
+        ("[2,2]<=[4]", "do not hold each of 8 devices once"),
+        ("[8]<=[8]", "do not hold each of 8 devices once"),
+        ("[4,2]<=[2,4]T(1,1)", "do not hold each of 8 devices once"),
+        ("[4,2]<=[2,4]T(0)", "do not hold each of 8 devices once"),
+        ("mesh['x'=6] {'x':(4)2}", "do not hold each of 8 devices once"),
+        ("mesh['x'=8] {'x':(4)3}", "'x' of size 8 has no such part"),
+        ("mesh['x'=8] {'x':(0)2}", "'x' of size 8 has no such part"),
+        ("mesh['x'=8] {'x':(1)2,'x':(4)2}", "'x' is no axis of the mesh, or is named twice"),
+        ("mesh['x'=8] {'y'}", "'y' is no axis of the mesh, or is named twice"),
+        ("{{0,1},{1,2}}", "name a device twice, or one beyond the 8"),
+        ("{{0,8}}", "name a device twice, or one beyond the 8"),
+    ],
+)
+def test_groups_that_are_none_are_refused(form: str, problem: str) -> None:
+    with pytest.raises(HloError, match=problem):
+        device_groups(f"channel_id=1, replica_groups={form}, dimensions={{0}}", 8)
+
+
+@pytest.mark.parametrize(
+    "form", ["mesh['a'=8], device_ids=([8]) {'a'}", "@empty", "[4,2]", "mesh[@m] {'x'}", "mesh['x'=8] {x}", "{{0,1,a}}"]
+)
 def test_groups_of_an_unknown_form_are_refused(form: str) -> None:
     with pytest.raises(HloError, match="of an unknown form"):
         device_groups(f"replica_groups={form}", 8)

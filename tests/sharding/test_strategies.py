@@ -10,10 +10,11 @@ import pytest
 from eight_devices import CASES, ENGINES, OWN
 from factories import random_params, tiny_model
 
+from jaxprorl.errors import ConfigError
 from jaxprorl.models.qwen2 import declarations
 from jaxprorl.sharding import strategies
-from jaxprorl.sharding.mesh import make_mesh, param_shardings
-from jaxprorl.sharding.strategies import AXES, BATCH_AXES, STRATEGIES, mesh_sizes
+from jaxprorl.sharding.mesh import make_mesh, moment_shardings, param_shardings
+from jaxprorl.sharding.strategies import AXES, BATCH_AXES, FSDP, STRATEGIES, WHOLE, Strategy, Table, mesh_sizes
 
 # What one device gives is compared as it is, or in units of the largest entry of its own kind (gradients, moments).
 LIMITS = {"metrics.kl.": 1e-4, "kl_sum_PN": 1e-4}  # means of differences of log-probs: a thousandth of what they are differences of
@@ -62,6 +63,17 @@ def test_sizes_that_cannot_be_are_refused_by_axis(strategy: str, sizes: dict[str
     assert words in str(caught.value)
 
 
+def test_an_axis_of_the_moments_alone_may_have_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(strategies.STRATEGIES, "own", Strategy(WHOLE, {**WHOLE, "mlp": "tensor"}, "data"))
+    assert mesh_sizes("own", {"tensor": 2}, 8) == {"data": 4, "fsdp": 1, "tensor": 2, "context": 1}
+
+
+def test_an_axis_to_fill_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(strategies.STRATEGIES, "own", Strategy(WHOLE, WHOLE, "fspd"))
+    with pytest.raises(ValueError, match=r"^strategy = 'own' fills 'fspd', no mesh axis"):
+        mesh_sizes("own", {}, 8)
+
+
 def test_heads_are_never_cut_and_a_vocabulary_must_divide() -> None:
     mesh = make_mesh("tp", jax.devices()[:2])
     with pytest.raises(ValueError, match=r"'tp' splits embed \(49, 32\) over 2 devices along a dimension of 49"):
@@ -86,6 +98,40 @@ def test_a_strategy_of_ones_own_is_one_table(monkeypatch: pytest.MonkeyPatch) ->
     assert split == {"gate_kernel", "up_kernel", "down_kernel"}
 
 
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({**WHOLE, "vocab": "fsdp"}, "'own' splits vocab over fsdp, whose 2 devices have different tokens"),
+        ({**WHOLE, "heads": "fsdp"}, "'own' splits heads over fsdp, whose 2 devices have different tokens"),
+        ({**WHOLE, "kv_heads": "fsdp"}, "'own' splits kv_heads over fsdp, whose 2 devices have different tokens"),
+        ({**WHOLE, "mlp": "fspd"}, "'own' splits mlp over 'fspd', no mesh axis; use one of ('data', 'fsdp', 'tensor', 'context'), or None"),
+        ({**WHOLE, "mpl": "fsdp"}, "'own': its table names the axes ['embed', 'heads', 'kv_heads', 'layers', 'mlp', 'mpl', 'vocab']"),
+        ({"embed": "fsdp"}, "'own': its table names the axes ['embed']; it must name all of ['embed', 'heads', 'kv_heads', 'layers',"),
+        ({**FSDP, "mlp": "fsdp"}, "'own', gate_kernel: axes ('layers', 'embed', 'mlp') map to [None, 'fsdp', 'fsdp']: a mesh axis can"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused_by_strategy_and_axis(params: Table, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(strategies.STRATEGIES, "own", Strategy(params, WHOLE, "fsdp"))
+    with pytest.raises(ConfigError) as caught:
+        param_shardings(tiny_model(), make_mesh("own"), "own")
+    assert str(caught.value).startswith("mesh.strategy = ") and words in str(caught.value)
+
+
+@pytest.mark.parametrize("axis", ["data", "fsdp", "context"])
+@pytest.mark.parametrize("split", ["vocab", "heads", "kv_heads"])
+def test_what_needs_the_same_tokens_may_be_split_in_moments_and_over_one_device(
+    split: str, axis: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = {**WHOLE, split: axis}
+    monkeypatch.setitem(strategies.STRATEGIES, "own", Strategy(WHOLE, table, axis))
+    spec = moment_shardings(tiny_model(num_key_value_heads=2), make_mesh("own"), "own")[{"vocab": "embed"}.get(split, "k_kernel")].spec
+    assert (axis in spec) == (split != "heads")
+    monkeypatch.setitem(strategies.STRATEGIES, "own", Strategy(table, table, axis))
+    param_shardings(tiny_model(), make_mesh("own", jax.devices()[:1]), "own")
+    with pytest.raises(ConfigError, match=f"splits {split} over {axis}"):
+        param_shardings(tiny_model(num_key_value_heads=2), make_mesh("own"), "own")
+
+
 # --- on eight devices ------------------------------------------------------------------------------------------------------------------
 
 
@@ -101,7 +147,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, np.
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_strategy_computes_what_one_device_does(results: dict[str, dict[str, np.ndarray]]) -> None:
-    """Init, log-probs, metrics, moments (of plain SGD: gradients), parameters, reset; restores on 4, 1, 8 devices: see the script."""
+    """Init, log-probs, metrics, moments (of plain SGD: gradients), parameters, reset; restores: see the script."""
     assert {strategy for strategy, *_ in CASES.values()} == {*STRATEGIES, "own"}
     assert (results["one"]["micro_batches"] == 2).all()
     moved = results["one"]["params.up_kernel"] - random_params(CASES["one"][3])["up_kernel"]

@@ -4,8 +4,10 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 import tiny_run
+from factories import tiny_model
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -13,7 +15,7 @@ from jaxprorl.data.splits import Items, load_items
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.models import hf
 from jaxprorl.packing import Sample
-from jaxprorl.sharding.mesh import make_mesh, param_shardings
+from jaxprorl.sharding.mesh import make_mesh, moment_shardings, param_shardings
 from jaxprorl.warmstart import fit
 from jaxprorl.warmstart.tokenizer import build_tokenizer
 
@@ -149,6 +151,31 @@ def test_a_batch_holds_whole_demonstrations_and_loses_none(tiny_items: Items, ti
 def hf_params(config: ConfigDict, model_config: Any, mesh: Mesh) -> Any:
     shardings = param_shardings(model_config, mesh, config.mesh.strategy)
     return jax.jit(lambda: fit.init_params(model_config, config.seed), out_shardings=shardings)()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["dp", "zero1"])
+def test_parameters_and_moments_lie_as_the_tables_say_from_the_first_update_on(strategy: str) -> None:
+    config = tiny_run.get_config()
+    config.mesh.strategy = strategy
+    mesh, model_config = make_mesh(strategy), tiny_model(num_hidden_layers=1)
+    trainer = fit._Trainer(config, model_config, mesh, hf_params(config, model_config, mesh))
+    trainer.restart(optax.constant_schedule(1e-3))
+    tables = {"params": param_shardings(model_config, mesh, strategy), "moments": moment_shardings(model_config, mesh, strategy)}
+    small = {task: [sample(i) for i in range(10)] for task in "ab"}
+    for updates in range(3):
+        assert trainer.updates == updates
+        (adam,) = [node for node in jax.tree.leaves(trainer._opt_state, is_leaf=is_adam) if is_adam(node)]
+        for tree, table in ((trainer.params, "params"), (adam.mu, "moments"), (adam.nu, "moments")):
+            for name, value in tree.items():
+                assert value.sharding.is_equivalent_to(tables[table][name], value.ndim), f"{table} of {name} after {updates} updates"
+        assert adam.count.sharding.is_fully_replicated and len(adam.count.sharding.device_set) == 2
+        trainer.run(fit._Stream(small, {}, 0.0, [0, 1]), {"a": 1.0, "b": 1.0}, 1)
+    assert trainer._step._cache_size() == 1, "compiled once"
+
+
+def is_adam(node: Any) -> bool:
+    return hasattr(node, "mu")
 
 
 @pytest.mark.slow

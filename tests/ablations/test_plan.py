@@ -55,6 +55,12 @@ def test_a_plan_says_who_is_compared_by_what_and_what_it_can_find() -> None:
         ({"arms__often": ("data.train_per_task=30",)}, "on the same data"),
         ({"arms__often": ("rollout.max_response_tokens=24",)}, "measured by the same evaluation"),
         ({"arms__often": ("model.hidden_size=64",)}, "share their start weights"),
+        ({"arms__often": ("stages=()",)}, "stages: arms must share one prompt stream"),
+        ({"experiment": "configs/prorl_tiny.py"}, "stages = ['"),
+        ({"experiment": "tests/tiny_run.py:stages"}, "stages = ['one task', 'both', 'longer']: arms must share one prompt stream"),
+        ({"arms__often": ("resets.optimizer=banana",)}, "arms.often: resets.optimizer = 'banana': choose one of"),
+        ({"arms__often": ("resets.validation.on=True",)}, "arms.often: resets.validation.on = True: with resets.blind = True"),
+        ({"fields": ("optimizer.b1=2.0",)}, "arms.never: optimizer.b1 = 2.0"),
         ({"fields": ("run_name=x",)}, "fields = 'run_name=x'"),
         ({"fields": ("evaluation.reward=",), "arms__often": ("reward=jaxprorl.rewards.puzzles:exact",)}, "set evaluation.reward in fields"),
         ({"control": "nobody"}, "no such arm"),
@@ -70,10 +76,17 @@ def test_a_plan_says_who_is_compared_by_what_and_what_it_can_find() -> None:
         ({"experiment": "nowhere.py"}, "nowhere.py: no such file"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_compared_is_refused_at_once(changes: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_compared_is_refused_at_once(changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError) as caught:
         make_plan(settings(**changes))
     assert words in str(caught.value)
+
+
+def test_a_staged_experiment_may_be_used_without_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    plan = make_plan(settings(experiment="configs/prorl_tiny.py", fields=("stages=()", "resets.every_steps=0")))
+    assert plan.configs["often"]["stages"] == []
 
 
 def test_a_reward_may_be_an_arm_where_the_evaluation_has_its_own() -> None:

@@ -1,6 +1,7 @@
 """What may be planned, and that a plan stays what it was."""
 
 import json
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +100,31 @@ def test_shipped_ablations_can_be_planned(name: str, monkeypatch: pytest.MonkeyP
     from configs.ablations import reset, sharding
 
     monkeypatch.chdir(ROOT)
-    module, _, argument = name.partition(":")
-    get_config = {"reset": reset, "sharding": sharding}[module].get_config
+    file, _, argument = name.partition(":")
+    module = {"reset": reset, "sharding": sharding}[file]
+    get_config = module.get_config
     config = get_config(argument) if argument else get_config()
     plan = make_plan(config.to_dict())
     assert len(plan.arms) >= 4
     if name == "reset":
         assert len(plan.seeds) >= 5
-        assert {(c["resets"]["optimizer"]) for a, c in plan.configs.items() if a != "never"} == {"all", "moments", "none"}
-        assert plan.configs["never"]["resets"]["every_steps"] == 0
+        assert plan.minimum_detectable == pytest.approx(0.046, abs=5e-4), "the file says so"
+    if module is reset:
+        assert {arm: what_is_reset(config) for arm, config in plan.configs.items()} == {
+            "never": (), "reference": ("reference",), "optimizer": ("optimizer",), "both": ("reference", "optimizer"),
+        }  # fmt: skip
+        assert {frozenset(pair) for pair in plan.comparisons} == {frozenset(pair) for pair in combinations(plan.arms, 2)}
+        rates = [
+            (c["optimizer"]["warmup_updates"], c["resets"]["warmup_updates"], c["optimizer"]["schedule"]) for c in plan.configs.values()
+        ]
+        assert rates == [(0, 0, "constant")] * 4, "no arm is also one of another learning rate"
+
+
+def what_is_reset(config: dict[str, Any]) -> tuple[str, ...]:
+    resets = config["resets"]
+    taken = ("reference",) * resets["reference"] + ("optimizer",) * (resets["optimizer"] in ("all", "moments_and_bias"))
+    assert resets["optimizer"] != "moments", "docs/resets.md: bias correction would believe in moments that are not there"
+    return taken if resets["every_steps"] else ()
 
 
 def test_a_plan_may_change_before_the_first_run_and_after_it_only_with_a_reason(tmp_path: Path) -> None:

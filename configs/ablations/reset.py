@@ -35,7 +35,7 @@ def get_config(size: str = "full") -> ConfigDict:
     c.arms.never = ("resets.every_steps=0",)
     c.arms.reference = ("resets.reference=True", "resets.optimizer=none")
     c.arms.optimizer = ("resets.reference=False", "resets.optimizer=all")
-    c.arms.both = ("resets.reference=True", "resets.optimizer=all")
+    c.arms.reference_and_optimizer = ("resets.reference=True", "resets.optimizer=all")
     c.seeds = tuple(range(8))
     c.budget.size = 1_000_000  # about eighty steps
     # The quickstart's three seeds end at 90.0, 87.8 and 91.8 %: a standard deviation of 2.0 points, of a difference of two at most 2.8

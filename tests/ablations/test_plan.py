@@ -111,7 +111,7 @@ def test_shipped_ablations_can_be_planned(name: str, monkeypatch: pytest.MonkeyP
         assert plan.minimum_detectable == pytest.approx(0.046, abs=5e-4), "the file says so"
     if module is reset:
         assert {arm: what_is_reset(config) for arm, config in plan.configs.items()} == {
-            "never": (), "reference": ("reference",), "optimizer": ("optimizer",), "both": ("reference", "optimizer"),
+            "never": (), "reference": ("reference",), "optimizer": ("optimizer",), "reference_and_optimizer": ("reference", "optimizer"),
         }  # fmt: skip
         assert {frozenset(pair) for pair in plan.comparisons} == {frozenset(pair) for pair in combinations(plan.arms, 2)}
         rates = [

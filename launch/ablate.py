@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxprorl.ablations.plan import Plan, make_plan, write_plan
-from jaxprorl.ablations.runs import Home, all_runs, execute
+from jaxprorl.ablations.runs import Home, all_runs, begun, execute
 from jaxprorl.config import load
 from jaxprorl.errors import ConfigError, RunLockedError, UserError
 from jaxprorl.preemption import Preempted
@@ -69,8 +69,7 @@ def ablate(options: argparse.Namespace, arguments: list[str], stack: ExitStack) 
         stack.enter_context(RunLock(home.path))
     except RunLockedError as error:
         raise RunLockedError(f"{str(error).split(';')[0]}; wait for it, stop it, or choose another --config.name") from None
-    begun = any((home.runs / run.name / "config.json").exists() for run in all_runs(plan)) or (home.path / "outcomes").exists()
-    changes = write_plan(home.plan, plan, begun, options.changed)
+    changes = write_plan(home.plan, plan, begun(home), options.changed)
     print(describe(plan), flush=True)
     if options.plan:
         return 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxprorl.ablations.plan import EVALUATION_FIELDS, Plan, resolve
 from jaxprorl.ablations.records import Drawn, Record, drawn_prompts
-from jaxprorl.ablations.runs import Home, all_runs, changes_of
+from jaxprorl.ablations.runs import Home, all_runs, changes_of, makes_start, stale_start
 from jaxprorl.config import differences
 from jaxprorl.errors import ConfigError
 
@@ -28,6 +28,8 @@ def check(plan: Plan, home: Home, records: Sequence[Record]) -> None:
         problems += foreign_config(plan, home, record) + wrong_budget(plan, record)
     for seed in plan.seeds:
         of_seed = [record for record in records if record.run.seed == seed]
+        if of_seed and makes_start(plan) and home.start(seed).is_dir():  # runs keep a copy; theirs are compared by their weights
+            problems += filter(None, [stale_start(plan, home, seed)])
         for other in of_seed[1:]:
             problems += unlike(of_seed[0], other) + other_stream(of_seed[0], other)
     if problems:

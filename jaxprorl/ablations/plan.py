@@ -10,8 +10,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from jaxprorl.ablations.analysis import CORRECTIONS, first_level, minimum_detectable
-from jaxprorl.config import differences, load, to_json
+from jaxprorl.config import differences, load, to_json, validate
 from jaxprorl.errors import ConfigError
 
 QUESTIONS = ("outcome", "speed")
@@ -20,6 +22,7 @@ METRICS = ("held_out.solve_rate", "held_out.mean_score", "held_out.greedy_solve_
 # Fields that belong to the runs' bookkeeping: the harness sets some, none changes what a step computes.
 OWN_FIELDS = ("run_name", "runs_dir", "seed", "steps", "budget.", "on_existing", "checkpoint.accept")
 OWN = "set for every run by the harness; use name, ablations_dir, seeds and budget"
+STAGED = "arms must share one prompt stream, and every stage begins an order of its own, after other numbers of prompts in other arms"
 EVALUATION_FIELDS = ("data.", "evaluation.", "validation.items_per_task", "rollout.max_prompt_tokens", "rollout.max_response_tokens")
 START_FIELDS = (
     "model.path", "model.hidden_size", "model.intermediate_size", "model.num_hidden_layers", "model.num_attention_heads",
@@ -68,6 +71,7 @@ def make_plan(settings: Mapping[str, Any]) -> Plan:
         ConfigError: the first field that cannot work.
     """
     _check(settings)
+    _check_changes(settings)
     arms = {name: list(settings["arms"][name]) for name in sorted(settings["arms"], key=lambda name: (name != settings["control"], name))}
     configs = {name: _resolved(settings, f"arms.{name}", changes) for name, changes in arms.items()}
     _check_arms(settings, configs)
@@ -103,12 +107,7 @@ def resolve(experiment: str, changes: Sequence[str], place: str) -> dict[str, An
     Raises:
         ConfigError: no such file or field, or a value of the wrong type.
     """
-    try:
-        config = load([f"--config={experiment}", *(f"--config.{change}" for change in changes)])
-    except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from None
-    resolved: dict[str, Any] = json.loads(to_json(config))
-    return resolved
+    return _as_json(_loaded(experiment, changes, place))
 
 
 def without(config: Mapping[str, Any], fields: Sequence[str], prefix: str = "") -> dict[str, Any]:
@@ -157,7 +156,25 @@ def write_plan(path: Path, plan: Plan, begun: bool, why: str = "") -> list[dict[
 
 
 def _resolved(settings: Mapping[str, Any], place: str, changes: Sequence[str]) -> dict[str, Any]:
-    return without(resolve(settings["experiment"], [*settings["fields"], *changes], place), OWN_FIELDS)
+    """An arm's config, as `Plan.configs` has it, after the checks that every run of it begins with."""
+    config = _loaded(settings["experiment"], [*settings["fields"], *changes], place)
+    try:
+        validate(config)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+    return without(_as_json(config), OWN_FIELDS)
+
+
+def _loaded(experiment: str, changes: Sequence[str], place: str) -> ConfigDict:
+    try:
+        return load([f"--config={experiment}", *(f"--config.{change}" for change in changes)])
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+
+
+def _as_json(config: ConfigDict) -> dict[str, Any]:
+    resolved: dict[str, Any] = json.loads(to_json(config))
+    return resolved
 
 
 def _require(ok: bool, field: str, value: Any, remedy: str) -> None:
@@ -189,25 +206,33 @@ def _check(settings: Mapping[str, Any]) -> None:
     _require(settings["paired_sd"] > 0, "paired_sd", settings["paired_sd"], "must be greater than 0")
 
 
-def _check_arms(settings: Mapping[str, Any], configs: Mapping[str, dict[str, Any]]) -> None:
-    """Changes that would take away what arms must share, and arms that are the same."""
-    names = list(configs)
-    for arm in names:
-        for change in settings["arms"][arm]:
+def _check_changes(settings: Mapping[str, Any]) -> None:
+    """Changes that would take away what arms must share, by their fields' names."""
+    for arm, changes in settings["arms"].items():
+        for change in changes:
             field = change.split("=")[0]
             for group, why in (
                 (OWN_FIELDS, OWN),
+                ("stages", STAGED),
                 (EVALUATION_FIELDS, "arms must be measured by the same evaluation on the same data"),
                 (START_FIELDS, "arms must share their start weights; change it for all of them in fields"),
             ):
                 _require(not field.startswith(group), f"arms.{arm}", change, f"{field}: {why}")
-            if field == "reward":
-                set_apart = bool(configs[arm]["evaluation"]["reward"])
-                _require(set_apart, f"arms.{arm}", change, "set evaluation.reward in fields: evaluations must not use the arm's own reward")
     for change in settings["fields"]:
         field = change.split("=")[0]
         ours = field.startswith(OWN_FIELDS) and field != "steps"
         _require(not ours, "fields", change, f"{field}: {OWN}")
+
+
+def _check_arms(settings: Mapping[str, Any], configs: Mapping[str, dict[str, Any]]) -> None:
+    """What only the configs tell: stages, the evaluation's reward, arms that are the same."""
+    names = list(configs)
+    for arm in names:
+        named = [stage["name"] for stage in configs[arm]["stages"]]
+        _require(not named, "stages", named, f'{STAGED}; take the experiment of one stage, or set "stages=()" in fields')
+        for change in settings["arms"][arm]:
+            set_apart = change.split("=")[0] != "reward" or bool(configs[arm]["evaluation"]["reward"])
+            _require(set_apart, f"arms.{arm}", change, "set evaluation.reward in fields: evaluations must not use the arm's own reward")
     for a, b in combinations(names, 2):
         _require(configs[a] != configs[b], f"arms.{b}", list(settings["arms"][b]), f"is the same experiment as arm {a}")
     validated = all(config["validation"]["every_steps"] > 0 for config in configs.values())

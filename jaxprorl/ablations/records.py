@@ -48,7 +48,7 @@ class Record:
         if kind == "completion_tokens":
             return [int(row["tokens.completion"] + row.get("validation.completion_tokens", 0)) for row in self.rows]
         if kind == "updates":
-            return [min(int(row["groups.kept"]), self.config["batch"]["updates"]) for row in self.rows]
+            return [int(row.get("updates", 0) + row.get("updates.skipped", 0)) for row in self.rows]  # none in a step without groups
         return [int(row["groups.drawn"]) if kind == "prompts" else 1 for row in self.rows]
 
     def spent(self, kind: str) -> list[int]:

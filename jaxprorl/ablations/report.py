@@ -26,8 +26,9 @@ def render(result: Result) -> str:
     title = escape(plan.name)
     body = [f"<h1>{title}</h1>", f'<p class="lead">{escape(headline(result))}</p>', *_notes(result)]
     body += _outcome(result) if plan.question == "outcome" else _speed(result)
-    shown = [[_cell(row[column]) for column in COLUMNS[:-1]] for row in rows(result)]
-    body.append("<h2>Runs</h2>" + table([column.replace("_", " ") for column in COLUMNS[:-1]], shown, frozenset({4})))
+    columns = [column for column in COLUMNS if not column.endswith("_digest")]
+    shown = [[_cell(row[column]) for column in columns] for row in rows(result)]
+    body.append("<h2>Runs</h2>" + table([column.replace("_", " ") for column in columns], shown, frozenset({4})))
     body.append('<p class="soft">The same, with digests, is in <code>runs.csv</code>; each run has a report of its own in its folder.</p>')
     body.append(f"<h2>The plan, fixed before the first run</h2>{_plan_facts(plan)}")
     changes = [[escape(arm), escape(", ".join(fields) or "nothing")] for arm, fields in plan.arms.items()]

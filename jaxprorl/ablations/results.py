@@ -13,12 +13,13 @@ from jaxprorl.ablations.analysis import Comparison, compare
 from jaxprorl.ablations.matching import check
 from jaxprorl.ablations.plan import Plan
 from jaxprorl.ablations.records import Record, read_record
-from jaxprorl.ablations.runs import Home, Run, all_runs, read_outcome
+from jaxprorl.ablations.runs import Home, Run, all_runs, makes_start, planned_start, read_outcome
 from jaxprorl.evaluation.page import write_page
 
 COLUMNS = (
     "run", "arm", "seed", "state", "error", "metric", "held_out_before", "held_out_after", "validation_last", "steps", "updates", "prompts",
-    "groups_drawn", "groups_kept", "resets", "completion_tokens", "validation_tokens", "spent", "time_rl_s", "time_total_s", "start_digest",
+    "groups_drawn", "groups_kept", "resets", "completion_tokens", "validation_tokens", "spent", "time_rl_s", "time_total_s",
+    "start_digest", "start_fields_digest",
 )  # fmt: skip
 
 
@@ -117,6 +118,7 @@ def _row(plan: Plan, record: Record) -> dict[str, Any]:
         "time_rl_s": round(summary["seconds"]["rl"], 2),
         "time_total_s": round(summary["seconds"]["total"], 2),
         "start_digest": record.start["start_digest"],
+        "start_fields_digest": planned_start(plan, record.run.seed)["digest"] if makes_start(plan) else "",
     }
 
 

@@ -1,5 +1,6 @@
 """The runs of an ablation: ordinary runs of launch/train.py in folders of their own, one after the other, each resumable."""
 
+import hashlib
 import json
 import shutil
 import signal
@@ -10,12 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from jaxprorl.ablations.plan import Plan
+from jaxprorl.ablations.plan import Plan, resolve
+from jaxprorl.config import differences
 from jaxprorl.errors import ConfigError, RunLockedError
 from jaxprorl.preemption import EXIT_STATUS, Preempted
+from jaxprorl.run_folder import move_aside
 from jaxprorl.run_lock import RunLock
+from jaxprorl.warmstart.fields import start_fields
 
+MADE_UNDER = "made_under.json"  # in a start model's folder: the fields that it was made under, and their digest
+BAD_INPUT = 2  # exit status of launch/train.py
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 
 
@@ -81,54 +88,111 @@ def changes_of(plan: Plan, home: Home, run: Run) -> list[str]:
     """What makes the experiment this run, as on the command line."""
     budget = "steps" if plan.budget["kind"] == "steps" else f"budget.{plan.budget['kind']}"
     own = [f"runs_dir={home.runs}", f"run_name={run.name}", f"seed={run.seed}", f"{budget}={plan.budget['size']}"]
-    if not plan.configs[run.arm]["model"]["path"]:
+    if makes_start(plan):
         own.append(f"model.path={home.start(run.seed)}")
     return [*plan.fields, *plan.arms[run.arm], *own]
+
+
+def begun(home: Home) -> bool:
+    """Whether anything was made under the plan that lies there: a start model, or the beginning of a run."""
+    started = (home.path / "start", home.path / "outcomes", *home.runs.glob("*/config.json"))
+    return any(path.exists() for path in started)
+
+
+def makes_start(plan: Plan) -> bool:
+    """Whether the experiment makes its start model; otherwise it names a folder, which all seeds share."""
+    return not plan.configs[next(iter(plan.arms))]["model"]["path"]
+
+
+def planned_start(plan: Plan, seed: int) -> dict[str, Any]:
+    """What a seed's start model is to be made under, as in MADE_UNDER: {"digest", "fields"}."""
+    fields = start_fields(resolve(plan.experiment, [*plan.fields, f"seed={seed}"], f"seed {seed}"))
+    return {"digest": hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest(), "fields": fields}
+
+
+def stale_start(plan: Plan, home: Home, seed: int) -> str:
+    """In what the start model that lies there was made otherwise than planned; "" if in nothing."""
+    planned = planned_start(plan, seed)
+    try:
+        made = json.loads((home.start(seed) / MADE_UNDER).read_text())
+    except (OSError, ValueError):
+        return f"{home.start(seed)} does not tell under which fields it was made ({MADE_UNDER})"
+    if made["digest"] == planned["digest"]:
+        return ""
+    changed = [f"{field} was {old!r}, now {new!r}" for field, old, new in differences(made["fields"], planned["fields"])]
+    return f"{home.start(seed)} was made under other fields ({'; '.join(changed)})"
 
 
 def make_start(plan: Plan, home: Home, seed: int) -> None:
     """The start model of a seed, made (or found in the cache) under the fields that arms share, and copied beside the runs.
 
+    One that was made under other fields is moved aside, unless runs began from it.
+
     Raises:
-        ConfigError: it cannot be made; says why.
+        ConfigError: it cannot be made, or is another one than runs began from; says why.
     """
-    if plan.configs[next(iter(plan.arms))]["model"]["path"] or home.start(seed).is_dir():
+    if not makes_start(plan):
         return
+    if home.start(seed).is_dir():
+        stale = stale_start(plan, home, seed)
+        if not stale:
+            return
+        of_seed = [run.name for run in all_runs(plan) if run.seed == seed and (home.runs / run.name / "config.json").is_file()]
+        if of_seed:
+            raise ConfigError(f"{stale}, and {', '.join(of_seed)} began from it: move it and them away, or choose another --config.name")
+        move_aside(home.start(seed))
     log = home.path / "logs" / f"start-seed_{seed}.log"
     changes = [*plan.fields, f"seed={seed}", "monitoring.progress=False"]
     status, printed = run_process("warmstart.py", plan.experiment, changes, log)
     if status:
         raise ConfigError(f"seed {seed}: no start model could be made: {last_error(status, printed)} (all of it: {log})")
-    folder = printed.strip().splitlines()[-1].removesuffix(" (from the cache)")
+    folder = next(reversed(printed.strip().splitlines()), "").removesuffix(" (from the cache)")
+    if not folder or not Path(folder).is_dir():
+        raise ConfigError(f"seed {seed}: no start model could be made: launch/warmstart.py printed no folder (all of it: {log})")
     temporary = home.start(seed).with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(folder, temporary)
+    (temporary / MADE_UNDER).write_text(json.dumps(planned_start(plan, seed), indent=2) + "\n")
     temporary.rename(home.start(seed))
 
 
 def execute(plan: Plan, home: Home, tell: Callable[[str], None]) -> None:
-    """Starts, or goes on with, every run that is not done. A run that fails does not stop the others.
+    """Starts, or goes on with, every run that is not done. A run that fails does not stop the others; nor does a start model.
 
     Raises:
-        ConfigError: a start model cannot be made.
         Preempted: SIGTERM came; the run under way was told and has saved.
         KeyboardInterrupt: Ctrl-C; the run under way had it too.
     """
     runs = all_runs(plan)
+    starts: dict[int, str] = {}  # seed -> why there is no start model, "" if there is one
     for number, run in enumerate(runs, start=1):
-        make_start(plan, home, run.seed)
         changes = changes_of(plan, home, run)
         before = read_outcome(home, run)
         if before and before.done and before.command == changes and (home.runs / run.name / "summary.json").is_file():
             tell(f"{number}/{len(runs)} {run.name}: done")
             continue
         wait_for_orphan(home.runs / run.name, tell)
+        if run.seed not in starts:
+            starts[run.seed] = _try_start(plan, home, run.seed)
+        if starts[run.seed]:
+            write_outcome(home, run, Outcome(False, BAD_INPUT, starts[run.seed], changes, 0.0))
+            tell(f"{number}/{len(runs)} {run.name}: FAILED: {starts[run.seed]}")
+            continue
         tell(f"{number}/{len(runs)} {run.name}: runs ({home.log(run)})")
         started_s = time.perf_counter()
         status, printed = run_process("train.py", plan.experiment, changes, home.log(run))
         line = "" if status == 0 else last_error(status, printed)
         write_outcome(home, run, Outcome(status == 0, status, line, changes, round(time.perf_counter() - started_s, 1)))
         tell(f"{number}/{len(runs)} {run.name}: {f'FAILED: {line}' if line else 'done'}")
+
+
+def _try_start(plan: Plan, home: Home, seed: int) -> str:
+    """Makes it; returns why that failed, or ""."""
+    try:
+        make_start(plan, home, seed)
+    except (ConfigError, OSError) as error:  # OSError: it could not be copied
+        return str(error)
+    return ""
 
 
 def run_process(script: str, experiment: str, changes: Sequence[str], log: Path) -> tuple[int, str]:

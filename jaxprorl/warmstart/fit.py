@@ -35,6 +35,7 @@ from jaxprorl.rollout.engine import Sampling
 from jaxprorl.rollout.jax_engine import JaxEngine
 from jaxprorl.sharding.mesh import batch_sharding, like_params, moment_shardings, param_shardings, replicated
 from jaxprorl.warmstart import solutions
+from jaxprorl.warmstart.fields import start_fields
 from jaxprorl.warmstart.tokenizer import build_tokenizer
 
 GATE_REWARD = "jaxprorl.rewards.puzzles:exact"
@@ -49,16 +50,13 @@ Check = Callable[[int], dict[str, Any]]  # seed -> solve_summary of the validati
 
 def fingerprint(config: ConfigDict) -> str:
     """12 hex digits over everything that the base model depends on, this package's warm-start sources included."""
-    parts = {name: config[name].to_dict() for name in ("model", "data", "warmstart", "mesh")}
-    for section, field in (("data", "source"), ("model", "path"), ("model", "reference_dtype"), ("model", "attention")):
-        parts[section].pop(field)  # of the RL run only
-    parts["rollout"] = {name: config.rollout[name] for name in ("max_prompt_tokens", "max_response_tokens", "slots", "decode_chunk_tokens")}
+    parts = start_fields(config.to_dict())
     package = Path(__file__).parents[1]
     sources = [
         package / "packing.py",
         *(file for room in ("warmstart", "models", "data") for file in sorted((package / room).glob("*.py"))),
     ]
-    parts |= {"seed": config.seed, "sources": [source.read_text() for source in sources]}
+    parts["sources"] = [source.read_text() for source in sources]
     parts["versions"] = {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "reasoning_gym")}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
 

@@ -47,11 +47,12 @@ def test_a_prompt_that_a_step_held_already_was_passed_over() -> None:
 
 
 def record(tokens: Sequence[int], budget: str = "completion_tokens", **end: Any) -> Record:
-    rows = [{"step": step, "tokens.completion": count, "groups.drawn": 4, "groups.kept": 1} for step, count in enumerate(tokens)]
+    counts = {"groups.drawn": 4, "groups.kept": 9, "updates": 1, "updates.skipped": 1}
+    rows: list[dict[str, Any]] = [{"step": step, "tokens.completion": count} | counts for step, count in enumerate(tokens)]
     rows[1]["validation.completion_tokens"] = 5
-    spent = {"completion_tokens": sum(tokens) + 5, "updates": len(tokens), "prompts": 4 * len(tokens)} | end
+    spent = {"completion_tokens": sum(tokens) + 5, "updates": 2 * len(tokens), "prompts": 4 * len(tokens)} | end
     told = {"steps": len(tokens), "spent": spent}
-    config = {"batch": {"updates": 2}, "steps": 9}
+    config = {"batch": {"updates": 4}, "steps": 9}
     return Record(Run("a", 0), Path("a"), config, {}, told, [], rows, {})
 
 
@@ -64,8 +65,9 @@ def record(tokens: Sequence[int], budget: str = "completion_tokens", **end: Any)
         ("completion_tokens", 36, "a-seed_0 used 35 of the budget of 36 completion_tokens and ended; raise steps in fields (now 9)"),
         ("steps", 3, ""),
         ("steps", 2, "more than one step earlier"),
-        ("updates", 3, ""),
-        ("updates", 4, "used 3 of the budget"),
+        ("updates", 5, ""),  # 2, 4, 6, the skipped ones too
+        ("updates", 4, "more than one step earlier"),
+        ("updates", 7, "used 6 of the budget"),
         ("prompts", 9, ""),
         ("prompts", 8, "more than one step earlier"),
     ],
@@ -75,6 +77,12 @@ def test_a_run_ends_with_the_step_that_uses_the_budget_up(kind: str, size: int, 
     problems = wrong_budget(plan, record([10, 10, 10]))
     assert len(problems) == (expected != "")
     assert not problems or expected in problems[0]
+
+
+def test_a_step_that_made_no_update_used_none() -> None:
+    found = record([10, 10, 10])
+    del found.rows[1]["updates"], found.rows[1]["updates.skipped"]
+    assert found.steps_spent("updates") == [2, 0, 2]
 
 
 def test_a_run_whose_metrics_do_not_make_up_its_end_is_caught() -> None:

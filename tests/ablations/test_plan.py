@@ -1,6 +1,7 @@
 """What may be planned, and that a plan stays what it was."""
 
 import json
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,12 @@ def test_a_plan_says_who_is_compared_by_what_and_what_it_can_find() -> None:
         ({"arms__often": ("data.train_per_task=30",)}, "on the same data"),
         ({"arms__often": ("rollout.max_response_tokens=24",)}, "measured by the same evaluation"),
         ({"arms__often": ("model.hidden_size=64",)}, "share their start weights"),
+        ({"arms__often": ("stages=()",)}, "stages: arms must share one prompt stream"),
+        ({"experiment": "configs/prorl_tiny.py"}, "stages = ['"),
+        ({"experiment": "tests/tiny_run.py:stages"}, "stages = ['one task', 'both', 'longer']: arms must share one prompt stream"),
+        ({"arms__often": ("resets.optimizer=banana",)}, "arms.often: resets.optimizer = 'banana': choose one of"),
+        ({"arms__often": ("resets.validation.on=True",)}, "arms.often: resets.validation.on = True: with resets.blind = True"),
+        ({"fields": ("optimizer.b1=2.0",)}, "arms.never: optimizer.b1 = 2.0"),
         ({"fields": ("run_name=x",)}, "fields = 'run_name=x'"),
         ({"fields": ("evaluation.reward=",), "arms__often": ("reward=jaxprorl.rewards.puzzles:exact",)}, "set evaluation.reward in fields"),
         ({"control": "nobody"}, "no such arm"),
@@ -70,10 +77,17 @@ def test_a_plan_says_who_is_compared_by_what_and_what_it_can_find() -> None:
         ({"experiment": "nowhere.py"}, "nowhere.py: no such file"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_compared_is_refused_at_once(changes: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_compared_is_refused_at_once(changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError) as caught:
         make_plan(settings(**changes))
     assert words in str(caught.value)
+
+
+def test_a_staged_experiment_may_be_used_without_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    plan = make_plan(settings(experiment="configs/prorl_tiny.py", fields=("stages=()", "resets.every_steps=0")))
+    assert plan.configs["often"]["stages"] == []
 
 
 def test_a_reward_may_be_an_arm_where_the_evaluation_has_its_own() -> None:
@@ -86,15 +100,31 @@ def test_shipped_ablations_can_be_planned(name: str, monkeypatch: pytest.MonkeyP
     from configs.ablations import reset, sharding
 
     monkeypatch.chdir(ROOT)
-    module, _, argument = name.partition(":")
-    get_config = {"reset": reset, "sharding": sharding}[module].get_config
+    file, _, argument = name.partition(":")
+    module = {"reset": reset, "sharding": sharding}[file]
+    get_config = module.get_config
     config = get_config(argument) if argument else get_config()
     plan = make_plan(config.to_dict())
     assert len(plan.arms) >= 4
     if name == "reset":
         assert len(plan.seeds) >= 5
-        assert {(c["resets"]["optimizer"]) for a, c in plan.configs.items() if a != "never"} == {"all", "moments", "none"}
-        assert plan.configs["never"]["resets"]["every_steps"] == 0
+        assert plan.minimum_detectable == pytest.approx(0.046, abs=5e-4), "the file says so"
+    if module is reset:
+        assert {arm: what_is_reset(config) for arm, config in plan.configs.items()} == {
+            "never": (), "reference": ("reference",), "optimizer": ("optimizer",), "reference_and_optimizer": ("reference", "optimizer"),
+        }  # fmt: skip
+        assert {frozenset(pair) for pair in plan.comparisons} == {frozenset(pair) for pair in combinations(plan.arms, 2)}
+        rates = [
+            (c["optimizer"]["warmup_updates"], c["resets"]["warmup_updates"], c["optimizer"]["schedule"]) for c in plan.configs.values()
+        ]
+        assert rates == [(0, 0, "constant")] * 4, "no arm is also one of another learning rate"
+
+
+def what_is_reset(config: dict[str, Any]) -> tuple[str, ...]:
+    resets = config["resets"]
+    taken = ("reference",) * resets["reference"] + ("optimizer",) * (resets["optimizer"] in ("all", "moments_and_bias"))
+    assert resets["optimizer"] != "moments", "docs/resets.md: bias correction would believe in moments that are not there"
+    return taken if resets["every_steps"] else ()
 
 
 def test_a_plan_may_change_before_the_first_run_and_after_it_only_with_a_reason(tmp_path: Path) -> None:

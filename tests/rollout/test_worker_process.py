@@ -189,8 +189,9 @@ def test_workers_have_every_request_when_generate_returns(open_engine: Open, mon
         taken.extend(decode(data) for data in (reader.read() for _ in range(3)) if data)
         return exchange()
 
-    monkeypatch.setattr(worker.process, "exchange", take_a_few)
-    engine.generate([make_prompt(i, np.arange(1, 9)) for i in range(20)], Sampling(4, 1.0, seed=0, step=0))
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.process, "exchange", take_a_few)
+        engine.generate([make_prompt(i, np.arange(1, 9)) for i in range(20)], Sampling(4, 1.0, seed=0, step=0))
     assert not worker.process.unsent()
     while data := reader.read():
         taken.append(decode(data))

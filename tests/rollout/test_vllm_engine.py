@@ -230,9 +230,9 @@ def test_what_was_asked_before_changes_no_bit(shared: Rig) -> None:
     Prompts that share more than a block with prompts in the cache would be prefilled in other shapes.
     """
     random = np.random.RandomState(4)
-    head = random.randint(10, 64, 40)
-    asked = [make_prompt(500 + i, np.concatenate([head, random.randint(10, 64, 20 + i)])) for i in range(6)]
-    others = [make_prompt(600 + i, np.concatenate([head, random.randint(10, 64, 3 + i)])) for i in range(6)]
+    heads = random.randint(10, 64, (6, 40))
+    asked = [make_prompt(500 + i, np.concatenate([head, random.randint(10, 64, 20 + i)])) for i, head in enumerate(heads)]
+    others = [make_prompt(600 + i, np.concatenate([head, random.randint(10, 64, 3 + i)])) for i, head in enumerate(heads)]
 
     def bits() -> dict[tuple[int, int], bytes]:
         result = collect(shared.engine.generate(asked, SAMPLING), asked, SAMPLING.samples)

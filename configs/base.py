@@ -100,7 +100,7 @@ def get_config() -> ConfigDict:
     c.rollout.temperature = 1.2  # ProRL section 3.2; log-probs are taken at this temperature everywhere
     c.rollout.max_prompt_tokens = 24  # longer prompts are refused at start
     c.rollout.max_response_tokens = 48  # a completion that reaches it without a stop id finishes as `length`
-    c.rollout.min_response_tokens = 0  # no stop id is drawn before so many tokens; log-probs are the policy's all the same
+    c.rollout.min_response_tokens = 0  # no stop id is drawn before so many tokens; log-probs are the policy's; "jax" only
     c.rollout.slots = 256  # completions decoded together; a free one takes the next sample. They and the limits decide the cache's memory
     c.rollout.max_staleness = 0  # weight swaps that a group may lag behind when trained on; 0 = on-policy: one without room is discarded
     c.rollout.decode_chunk_tokens = 12  # decode steps per dispatch; finished samples reach the graders between dispatches
@@ -117,8 +117,8 @@ def get_config() -> ConfigDict:
     c.rollout.vllm.cache_mb = 0.0  # keys and values per worker, MB; 0 = enough for every slot at full length
     c.rollout.vllm.ring_mb = 8.0  # of each of a worker's two rings; must hold a few of the longest completions (8 bytes per token)
     c.rollout.vllm.swap = "drain"  # requests under way when weights come: "drain" = they end first, "abort" = they start over after
-    c.rollout.vllm.probe_tolerance_nats = 0.0  # between engine's and trainer's log-probs after a swap; 0 = by dtype (rollout/probe.py)
-    c.rollout.vllm.max_restarts = 3  # workers lost and started again; one more ends the run with an error
+    c.rollout.vllm.probe_tolerance_nats = 0.0  # largest difference to the trainer's log-probs after a swap; 0 = by dtype (rollout/probe.py)
+    c.rollout.vllm.max_restarts = 3  # workers lost and started again while this process lives; one more ends the run
     c.rollout.vllm.deadlines = ConfigDict()  # seconds until a worker counts as lost
     c.rollout.vllm.deadlines.start_s = 600.0  # from its start to an engine that is ready
     c.rollout.vllm.deadlines.drain_s = 1800.0  # requests of the old weights end

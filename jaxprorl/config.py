@@ -15,7 +15,7 @@ from ml_collections import ConfigDict, config_flags
 from jaxprorl.data import reasoning_gym
 from jaxprorl.errors import ConfigError, DataError, RewardError
 from jaxprorl.models.compute import ATTENTION, REMAT
-from jaxprorl.recipe import OPTIMIZER_RESETS, check_mixes, check_stages, stage_configs, stages
+from jaxprorl.recipe import OPTIMIZER_RESETS, check_engines, check_mixes, check_stages, stage_configs, stages
 from jaxprorl.rewards import puzzles, registry
 from jaxprorl.rollout import preflight
 from jaxprorl.sharding.strategies import AXES, BATCH_AXES, STRATEGIES, mesh_sizes
@@ -328,10 +328,12 @@ def check_resets(config: ConfigDict) -> None:
 
 
 def _check_engine(config: ConfigDict) -> None:
+    check_engines(config)
+    config = stage_configs(config)[0]
     if config.rollout.engine == "vllm":
         preflight.check_settings(config)
         if not config.model.path:  # else start reads it from the folder
-            preflight.check_model(config, config.model.head_dim, config.model.max_position_embeddings)
+            preflight.check_model(config, config.model)
 
 
 def _check_rewards(config: ConfigDict) -> None:

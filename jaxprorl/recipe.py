@@ -1,7 +1,7 @@
 """A recipe: the stages of a run, each with the config that its steps go by. Nothing here touches JAX (docs/stages.md)."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,6 +20,8 @@ FIXED = {
     "resets.manual": "a run takes commands or takes none",
     "resets.warmup_updates": "the optimizer's state would take another form",
 }
+# Of `rollout`: what an engine is told with every call, so that stages which differ in it alone share one.
+TOLD = ("samples_per_prompt", "temperature", "max_staleness")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,35 @@ def stage_configs(config: ConfigDict) -> tuple[ConfigDict, ...]:
 def longest(configs: tuple[ConfigDict, ...]) -> ConfigDict:
     """The first of those with the largest response limit: what is measured is measured with it, so that stages can be compared."""
     return max(configs, key=lambda config: int(config.rollout.max_response_tokens))  # the first one, if several are equal
+
+
+def engine_fields(config: ConfigDict) -> dict[str, Any]:
+    """Dotted fields of `rollout` that an engine is made by: configs that agree in them share one."""
+    return {f"rollout.{name}": value for name, value in _flat(config.rollout.to_dict()) if name not in TOLD}
+
+
+def _flat(section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{field}", inner) for field, inner in _flat(value))
+        else:
+            yield name, value
+
+
+def check_engines(config: ConfigDict) -> None:
+    """Stages that would need several engines at once, one of them vLLM's.
+
+    Raises:
+        ConfigError: names the fields in which they differ.
+    """
+    configs = stage_configs(config)
+    first, *others = [engine_fields(stage_config) for stage_config in configs]
+    differing = sorted({field for other in others for field in first if other[field] != first[field]})
+    if differing and any(stage_config.rollout.engine == "vllm" for stage_config in configs):
+        raise ConfigError(
+            f"stages, rollout.engine = 'vllm': they differ in {', '.join(differing)}, so each would need workers of its own, all of them "
+            "alive together, which is not supported yet; choose rollout.engine = 'jax' for all, or the same values"
+        )
 
 
 def _change(config: ConfigDict, name: str, field: str, value: Any) -> None:

@@ -12,14 +12,11 @@ from jaxprorl.executables import Compiled, Plan, compile_all
 from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import Qwen2Config
 from jaxprorl.monitoring.recorder import Recorder
-from jaxprorl.recipe import Stage, longest, stage_configs, stages
+from jaxprorl.recipe import Stage, engine_fields, longest, stage_configs, stages
 from jaxprorl.rollout.engine import Engine
 from jaxprorl.state import TrainState
 from jaxprorl.types import Prompt
 from jaxprorl.watch import Rules, make_rules
-
-# Of `rollout`: what an engine is told with every call, so that stages which differ in it alone share one.
-TOLD = ("samples_per_prompt", "temperature", "max_staleness")
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ def make_settings(
     samples: dict[Engine, list[int]] = {}
 
     def engine_of(stage_config: ConfigDict, count: int) -> Engine:
-        key = json.dumps({name: value for name, value in stage_config.rollout.to_dict().items() if name not in TOLD}, sort_keys=True)
+        key = json.dumps(engine_fields(stage_config), sort_keys=True)
         if key not in engines:
             engines[key] = open_engine(stage_config)
         served = samples.setdefault(engines[key], [])

@@ -37,7 +37,7 @@ from jaxprorl.recipe import longest, stage_configs
 from jaxprorl.rewards import registry
 from jaxprorl.rewards.pool import GraderPool
 from jaxprorl.rollout import preflight, surplus
-from jaxprorl.rollout.engine import Engine, Sampling, exam_sampling
+from jaxprorl.rollout.engine import Engine, Sampling, exam_sampling, merge_swaps
 from jaxprorl.rollout.engines import make_engine
 from jaxprorl.run_folder import RunFolder, accepted
 from jaxprorl.setting import Setting, make_settings
@@ -87,10 +87,8 @@ class Training:
 
     def set_weights(self, params: Params, version: int) -> dict[str, float]:
         """Gives all engines new weights. Returns what that took, for the event log."""
-        took: dict[str, float] = {}
-        for engine in dict.fromkeys([self.exam_engine, *(setting.engine for setting in self.settings.values())]):
-            took |= engine.set_weights(params, version)
-        return took
+        engines = dict.fromkeys([self.exam_engine, *(setting.engine for setting in self.settings.values())])
+        return merge_swaps([engine.set_weights(params, version) for engine in engines])
 
 
 def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
@@ -299,7 +297,7 @@ def check_model(config: ConfigDict, model_config: Qwen2Config, tokenizer: Tokeni
         )
     check_vocabulary(model_config, tokenizer)
     if config.rollout.engine == "vllm":
-        preflight.check_model(config, model_config.head_dim, model_config.max_position_embeddings)
+        preflight.check_model(config, model_config)
 
 
 def adopt_tokenizer(base: Path, folder: RunFolder) -> None:

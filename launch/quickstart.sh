@@ -8,8 +8,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . launch/environment.sh
 
 needs_vllm=no
-for argument in "$@"; do
+flag=
+for argument in "$@"; do # --FLAG=VALUE is one argument, --FLAG VALUE two
+  case $flag in --config.rollout.*) argument=$flag=$argument ;; esac
+  flag=
   case $argument in
+    --config.rollout.engine | --config.rollout.vllm.python) flag=$argument ;;
     --config.rollout.engine=vllm) if [ $needs_vllm = no ]; then needs_vllm=yes; fi ;;
     --config.rollout.vllm.python=*) needs_vllm=elsewhere ;;
   esac

@@ -289,14 +289,17 @@ def test_the_second_environment_is_made_on_its_own_python(machine: Machine) -> N
     assert len(machine.calls("3.11 -m pip install")) == 1
 
 
-def test_the_quickstart_makes_the_second_environment_only_for_vllm(machine: Machine) -> None:
+@pytest.mark.parametrize("arguments", [("--config.rollout.engine=vllm",), ("--config.rollout.engine", "vllm")])
+def test_the_quickstart_makes_the_second_environment_only_for_vllm(machine: Machine, arguments: tuple[str, ...]) -> None:
     machine.python("3.13")
     machine.python("3.11")
     assert machine.quickstart().returncode == 0
     assert machine.quickstart("--config.rollout.engine=vllm", "--config.rollout.vllm.python=/elsewhere/python").returncode == 0
+    assert machine.quickstart("--config.rollout.engine", "vllm", "--config.rollout.vllm.python", "/elsewhere/python").returncode == 0
+    assert machine.quickstart("--config.rollout.engine", "jax", "--config.run_name", "vllm").returncode == 0
     assert not machine.calls(".venv-vllm")
-    result = machine.quickstart("--config.rollout.engine=vllm")
-    assert "engine=vllm" in result.stdout
+    result = machine.quickstart(*arguments)
+    assert "vllm" in result.stdout
     assert (machine.checkout / ".venv-vllm/.ready-requirements-vllm.txt").exists()
 
 

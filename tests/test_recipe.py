@@ -195,3 +195,24 @@ def test_stages_are_left_out_by_an_override() -> None:
     config_module.validate(config)
     assert recipe.stages(config) == ()
     assert base.get_config().stages == ()
+
+
+def test_stages_that_would_need_several_sets_of_workers_are_refused() -> None:
+    rows = stage("a", 2), stage("b", 2, {"rollout.max_response_tokens": 40}), stage("c", 2, {"rollout.vllm.workers": 2})
+    told = refusal(*rows, rollout__engine="vllm")
+    assert "stages, rollout.engine = 'vllm': they differ in rollout.max_response_tokens, rollout.vllm.workers, so each" in told
+    told = refusal(stage("a", 2), stage("b", 2, {"rollout.engine": "vllm"}))
+    assert "they differ in rollout.engine, so each" in told
+    recipe.check_engines(experiment(*rows))
+
+
+def test_stages_share_workers_if_they_differ_in_what_an_engine_is_told() -> None:
+    changes = {"rollout.samples_per_prompt": 4, "rollout.temperature": 1.0, "rollout.max_staleness": 1, "optimizer.learning_rate": 1e-6}
+    recipe.check_engines(experiment(stage("a", 2), stage("b", 2, changes), rollout__engine="vllm"))
+    recipe.check_engines(experiment(rollout__engine="vllm"))
+
+
+def test_the_engine_of_the_first_stage_is_checked() -> None:
+    """A stage may change fields of `rollout`, also the first one: then the run's own engine is never made."""
+    row = stage("a", 2, {"rollout.engine": "vllm", "rollout.min_response_tokens": 4})
+    assert "rollout.min_response_tokens = 4 with rollout.engine = 'vllm'" in refusal(row)

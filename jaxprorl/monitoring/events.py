@@ -51,8 +51,8 @@ EVENTS: dict[str, tuple[str, str]] = {
     "skipped_updates": ("gradients that are not finite: the updates were skipped", "count, in_a_row"),
     "swap": (
         "the engine took new weights",
-        "policy_version; of workers: bytes? (of the weights), probe_nats? (largest difference to the trainer's log-probs), "
-        "lost_workers? (since the swap before), time_swap_s?, time_load_s? (of the slowest)",
+        "policy_version; of workers: bytes? (of the weights), probe_nats?, probe_mean_nats? (largest and mean difference "
+        "to the trainer's log-probs), lost_workers? (since the swap before), time_swap_s?, time_load_s? (of the slowest)",
     ),
     "validation": ("validation split graded", "solve_rate, mean_score, per_task?"),
     "grader_errors": ("samples without a score", "count, share, graders?, examples?"),

@@ -41,6 +41,13 @@ def exam_sampling(config: ConfigDict) -> Sampling:
     return Sampling(1, c.temperature, c.seed, step=0, top_k=c.top_k, top_p=c.top_p)
 
 
+def merge_swaps(swaps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What the swaps of several engines, one after the other, took together: the largest of what is a worst case, else the sum."""
+    worst = ("probe_nats", "probe_mean_nats", "time_load_s")
+    names = dict.fromkeys(name for swap in swaps for name in swap)
+    return {name: (max if name in worst else sum)(swap[name] for swap in swaps if name in swap) for name in names}
+
+
 class Engine(Protocol):
     """Generates completions with the weights of the last swap."""
 

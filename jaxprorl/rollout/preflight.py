@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Protocol
 
 from ml_collections import ConfigDict
 
@@ -39,6 +40,38 @@ def probe_tokens(block_tokens: int) -> int:
     return block_tokens + BEYOND_BLOCK_TOKENS + PROMPTS - 1 + RESPONSE_TOKENS
 
 
+class ModelShape(Protocol):
+    """What `config.model` and a model folder's config both tell."""
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Decoder blocks."""
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Grouped-query attention."""
+
+    @property
+    def head_dim(self) -> int:
+        """Of each head."""
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Longest context, tokens."""
+
+
+def context_tokens(config: ConfigDict) -> int:
+    """Prompt and completion of the longest request that a worker gets."""
+    return max(config.rollout.max_prompt_tokens + config.rollout.max_response_tokens, probe_tokens(config.rollout.vllm.block_tokens))
+
+
+def cache_bytes(config: ConfigDict, model: ModelShape, slots: int) -> int:
+    """Keys and values of `slots` requests of full length, in whole blocks, and of one block that vLLM keeps for itself."""
+    c = config.rollout.vllm
+    per_token = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * (2 if c.dtype == "bfloat16" else 4)
+    return (slots * -(-context_tokens(config) // c.block_tokens) + 1) * c.block_tokens * per_token
+
+
 def check_settings(config: ConfigDict) -> None:
     """Checks `config.rollout.vllm` by itself, then asks its interpreter.
 
@@ -48,8 +81,15 @@ def check_settings(config: ConfigDict) -> None:
     rollout, c = config.rollout, config.rollout.vllm
     if sys.platform != "linux":
         raise ConfigError(f"rollout.engine = 'vllm': its shared memory needs Linux, this is {sys.platform}; use 'jax'")
+    if rollout.min_response_tokens:
+        raise ConfigError(
+            f"rollout.min_response_tokens = {rollout.min_response_tokens} with rollout.engine = 'vllm': vLLM takes the stop ids away "
+            "before it computes log-probs, which then are not the policy's; use 0, or rollout.engine = 'jax'"
+        )
     if rollout.slots % c.workers:
         raise ConfigError(f"rollout.vllm.workers = {c.workers}: must divide rollout.slots = {rollout.slots}, which the workers share")
+    if not all(isinstance(name, str) and name for name in c.devices):
+        raise ConfigError(f"rollout.vllm.devices = {tuple(c.devices)}: each is a text, CUDA_VISIBLE_DEVICES of a worker, e.g. ('0', '1')")
     if c.devices and len(c.devices) != c.workers:
         raise ConfigError(f"rollout.vllm.devices = {tuple(c.devices)}: name one for each of the {c.workers} workers, or none")
     longest = RECORD_BYTES + max(4 * rollout.max_prompt_tokens, 8 * rollout.max_response_tokens)
@@ -58,26 +98,36 @@ def check_settings(config: ConfigDict) -> None:
             f"rollout.vllm.ring_mb = {c.ring_mb}: the longest request or completion takes {longest} bytes, {RING_RECORDS} must find room, "
             f"so use {RING_RECORDS * longest / 1e6:.3f} or more"
         )
-    if vllm_platform(c.python) == "cpu" and c.block_tokens % CPU_BLOCK_TOKENS:
+    platform = vllm_platform(c.python)
+    if c.devices and platform != "gpu":
+        raise ConfigError(f"rollout.vllm.devices = {tuple(c.devices)}: the vLLM of {c.python} runs on {platform}, which has none; use ()")
+    if platform == "cpu" and c.block_tokens % CPU_BLOCK_TOKENS:
         raise ConfigError(f"rollout.vllm.block_tokens = {c.block_tokens}: on CPU it must be a multiple of {CPU_BLOCK_TOKENS}")
 
 
-def check_model(config: ConfigDict, head_dim: int, max_position_embeddings: int) -> None:
+def check_model(config: ConfigDict, model: ModelShape) -> None:
     """Checks that the workers can run a model of this shape.
 
     Raises:
         ConfigError: they cannot.
     """
     c = config.rollout.vllm
-    if vllm_platform(c.python) == "cpu" and head_dim not in CPU_HEAD_DIMS:
+    if vllm_platform(c.python) == "cpu" and model.head_dim not in CPU_HEAD_DIMS:
         raise ConfigError(
-            f"rollout.engine = 'vllm': the model's head_dim is {head_dim}, vLLM on CPU can only do {', '.join(map(str, CPU_HEAD_DIMS))}"
+            f"rollout.engine = 'vllm': the model's head_dim is {model.head_dim}, vLLM on CPU can only do "
+            f"{', '.join(map(str, CPU_HEAD_DIMS))}"
         )
     needed = probe_tokens(c.block_tokens)
-    if needed > max_position_embeddings:
+    if needed > model.max_position_embeddings:
         raise ConfigError(
             f"rollout.vllm.block_tokens = {c.block_tokens}: the probe after a swap needs {needed} tokens, the model's context holds "
-            f"{max_position_embeddings} (max_position_embeddings); use smaller blocks"
+            f"{model.max_position_embeddings} (max_position_embeddings); use smaller blocks"
+        )
+    least = cache_bytes(config, model, slots=1)
+    if c.cache_mb and c.cache_mb * 1e6 < least:
+        raise ConfigError(
+            f"rollout.vllm.cache_mb = {c.cache_mb}: one request of full length ({context_tokens(config)} tokens) takes {least} bytes; use "
+            f"{least / 1e6:.3f} or more, or 0 for enough for every slot"
         )
 
 

@@ -5,6 +5,7 @@ it and is found out. The temperature is the run's, so a worker that forgets it i
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,20 @@ from jaxprorl.types import Completion
 # Nats by the coarser of both sides' dtypes. float32 kernels differ by 1e-5 (docs/rollouts.md); logits of size 16 to 32 in bfloat16 are
 # 0.125 apart, and a few such steps lie between two implementations.
 TOLERANCE_NATS = {"float32": 1e-3, "bfloat16": 0.5}
+# Of the mean over all tokens of the probe, which tells weights from rounding where single tokens do not: bfloat16's is 0.02.
+MEAN_TOLERANCE_NATS = {"float32": 1e-4, "bfloat16": 0.1}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of engine and trainer, in nats: |difference| of a token's log-probs, the largest and the mean; or how large they may be."""
+
+    largest: float
+    mean: float
+
+    def within(self, bound: "Difference") -> bool:
+        """False also for what is no number."""
+        return self.largest <= bound.largest and self.mean <= bound.mean
 
 
 def probe_prompts(vocab_size: int, block_tokens: int) -> list[np.ndarray]:
@@ -31,11 +46,12 @@ def probe_prompts(vocab_size: int, block_tokens: int) -> list[np.ndarray]:
     return [random.randint(0, vocab_size, block_tokens + BEYOND_BLOCK_TOKENS + i).astype(np.int32) for i in range(PROMPTS)]
 
 
-def tolerance_nats(config: ConfigDict) -> float:
-    """How far engine and trainer may be apart: `rollout.vllm.probe_tolerance_nats`, or by dtype if that is 0."""
+def tolerance(config: ConfigDict) -> Difference:
+    """How far engine and trainer may be apart: by dtype; `rollout.vllm.probe_tolerance_nats`, if not 0, moves both bounds in proportion."""
     c = config.rollout.vllm
     coarser = "bfloat16" if "bfloat16" in (c.dtype, config.model.dtype) else "float32"
-    return float(c.probe_tolerance_nats) or TOLERANCE_NATS[coarser]
+    largest = float(c.probe_tolerance_nats) or TOLERANCE_NATS[coarser]
+    return Difference(largest, largest / TOLERANCE_NATS[coarser] * MEAN_TOLERANCE_NATS[coarser])
 
 
 class Probe:
@@ -55,8 +71,8 @@ class Probe:
         tokens = jax.ShapeDtypeStruct(self._shape, jnp.int32, sharding=whole)
         self._log_probs = jax.jit(self._compute, out_shardings=whole).lower(params, tokens, tokens).compile()
 
-    def difference_nats(self, params: Params, completions: Sequence[Completion]) -> float:
-        """The largest |engine - trainer| over the tokens of the answers to `prompts`, in their order; inf if one is not a number."""
+    def difference(self, params: Params, completions: Sequence[Completion]) -> Difference:
+        """Of engine and trainer over the tokens of the answers to `prompts`, in their order; inf if one is not a number."""
         assert self._log_probs is not None, "compile first"
         tokens_BS, segments_BS = np.zeros(self._shape, np.int32), np.zeros(self._shape, np.int32)
         sequences = [np.concatenate([prompt, c.token_ids]) for prompt, c in zip(self.prompts, completions, strict=True)]
@@ -67,8 +83,9 @@ class Probe:
             np.abs(logp_BS[row, len(prompt) - 1 : len(prompt) - 1 + len(c.token_ids)] - c.logprobs)
             for row, (prompt, c) in enumerate(zip(self.prompts, completions, strict=True))
         ]
-        largest = float(np.max(np.concatenate(differences)))
-        return largest if np.isfinite(largest) else float("inf")
+        joined = np.concatenate(differences)
+        finite = bool(np.isfinite(joined).all())
+        return Difference(float(joined.max()), float(joined.mean())) if finite else Difference(float("inf"), float("inf"))
 
     def _compute(self, params: Params, tokens_BS: jax.Array, segments_BS: jax.Array) -> jax.Array:
         """logp_BS: of the token after each."""

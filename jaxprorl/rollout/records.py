@@ -48,14 +48,16 @@ class Request:
     top_k: int
     top_p: float
     seed: int
-    min_tokens: int
     max_tokens: int
     stop_ids: Int32_T
 
 
 @dataclass(frozen=True)
 class Go:
-    """To the worker: begin with the requests sent so far. They then share engine steps in one way, however they trickle in."""
+    """To the worker: begin with the requests sent so far. They then share engine steps in one way, however they trickle in.
+
+    A worker that has no requests then begins with an empty prefix cache, which these requests share.
+    """
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,8 @@ class Stop:
 
 @dataclass(frozen=True)
 class Ready:
-    """From the worker, first of all: who it is. `weights_schema` is that of the weight segment, `versions` reads NAME=VERSION per line."""
+    """From the worker, first of all: by which layouts it reads and writes. `versions` reads NAME=VERSION per line."""
 
-    pid: int
     ring_schema: int
     weights_schema: int
     versions: str

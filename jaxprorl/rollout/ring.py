@@ -116,7 +116,7 @@ def status(buffer: memoryview) -> Status:
             reader_pid=words[_READER_PID],
             reader_alive=_runs(words[_READER_PID], words[_READER_STARTED]),
             beats=words[_BEATS],
-            beat_age_s=max(0.0, (time.monotonic_ns() - words[_BEAT_NS]) / 1e9),
+            beat_age_s=_beat_age_s(words),
             records_written=words[_RECORDS_WRITTEN],
             records_read=words[_RECORDS_READ],
             waiting_bytes=committed - read,
@@ -220,6 +220,10 @@ class RingReader:
         words[_RECORDS_READ] += 1
         return payload
 
+    def beat_age_s(self) -> float:
+        """Seconds since the writer last showed that it makes progress; since the machine's start if it never has."""
+        return _beat_age_s(self._words)
+
     def _copied(self, start: int) -> tuple[bytes, str]:
         """The payload of the record at `start`, or what is wrong with it."""
         available = self._words[_COMMITTED] - start
@@ -257,6 +261,10 @@ def start_ticks(pid: int) -> int:
         return 0
     fields = text.rpartition(")")[2].split()  # the command, in parentheses, may hold anything
     return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def _beat_age_s(words: memoryview) -> float:
+    return max(0.0, (time.monotonic_ns() - words[_BEAT_NS]) / 1e9)
 
 
 def _runs(pid: int, started: int) -> bool:

@@ -109,9 +109,11 @@ def create(folder: Path, run_folder: Path, role: str, number: int, size_bytes: i
     try:
         os.posix_fallocate(file, 0, size_bytes)
         mapped = mmap.mmap(file, size_bytes)
-    except OSError as error:
+    except BaseException as error:
         path.unlink()
         os.close(file)
+        if not isinstance(error, OSError):
+            raise  # Ctrl-C while pages are reserved
         raise SharedMemoryError(
             f"{path}: {_megabytes(size_bytes)} cannot be reserved ({error.strerror}); {_megabytes(free_bytes(folder))} are free in {folder}"
         ) from error
@@ -159,10 +161,15 @@ def _new_file(folder: Path, stem: str) -> tuple[Path, int]:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:  # left by a dead process with this id, or one of another id namespace
             continue
-        with suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file).st_nlink:
-                return path, file
+        try:
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(file).st_nlink:
+                    return path, file
+        except BaseException:
+            path.unlink(missing_ok=True)
+            os.close(file)
+            raise
         os.close(file)  # someone reaped it before it was locked
 
 

@@ -10,6 +10,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,10 @@ from ml_collections import ConfigDict
 
 from jaxprorl.errors import EngineError
 from jaxprorl.models.qwen2 import Params, Qwen2Config
-from jaxprorl.rollout import segments
+from jaxprorl.rollout import ring, segments, weights_segment
 from jaxprorl.rollout.engine import Sampling
-from jaxprorl.rollout.preflight import RESPONSE_TOKENS, probe_tokens
-from jaxprorl.rollout.probe import Probe, tolerance_nats
+from jaxprorl.rollout.preflight import RESPONSE_TOKENS, cache_bytes, context_tokens
+from jaxprorl.rollout.probe import Probe, tolerance
 from jaxprorl.rollout.records import Abort, Aborted, Failed, Finished, Go, Ready, Record, Request, Swap, Swapped
 from jaxprorl.rollout.swap import Event, Stage, WorkerState, advance, overdue
 from jaxprorl.rollout.weights import WeightChannel, channel_bytes
@@ -51,6 +52,8 @@ class Worker:
         asked: by request number, in their order.
         probing: number of each probe request without an answer -> index of its prompt; probed: answers, by that index.
         heard_s: when it last answered a request, or was given one while it had none.
+        served: this worker, or one before it in its place, has served.
+        versions: of its Python and packages; empty before it is ready.
     """
 
     process: WorkerProcess
@@ -59,6 +62,8 @@ class Worker:
     probing: dict[int, int] = field(default_factory=dict)
     probed: dict[int, Completion] = field(default_factory=dict)
     heard_s: float = 0.0
+    served: bool = False
+    versions: str = ""
 
     def busy(self) -> bool:
         """Whether the process has requests."""
@@ -84,7 +89,7 @@ class VllmEngine:
         """`run_folder/base_model` holds config.json. `note` tells the user something."""
         self._config, self._note = config, note
         self._stop_ids = np.array(stop_ids, np.int32)
-        self._probe, self._tolerance_nats = Probe(config, model_config, mesh), tolerance_nats(config)
+        self._probe, self._tolerance = Probe(config, model_config, mesh), tolerance(config)
         self._params: Params | None = None
         self._version = -1
         self._next_request = 0
@@ -98,9 +103,23 @@ class VllmEngine:
         folder, remark = segments.choose_folder(run_folder, needed_bytes)
         if remark:
             note(remark)
+        d = c.deadlines
+        self._limits_s = {Stage.STARTING: d.start_s, Stage.DRAINING: d.drain_s, Stage.LOADING: d.load_s, Stage.PROBING: d.probe_s}
+        self._workers: list[Worker] = []
         self._channel = WeightChannel(model_config, mesh, c.dtype, folder, run_folder)
+        try:
+            self._launches = self._plan(folder, run_folder, ring_bytes, model_config)
+            for launch in self._launches:
+                self._workers.append(Worker(WorkerProcess(launch), WorkerState(Stage.STARTING, time.monotonic())))
+        except BaseException:
+            self.close()
+            raise
+
+    def _plan(self, folder: Path, run_folder: Path, ring_bytes: int, model_config: Qwen2Config) -> list[Launch]:
+        """How each worker is started."""
+        config, c = self._config, self._config.rollout.vllm
         settings = worker_settings(config, model_config, run_folder / "base_model", self._channel.path)
-        self._launches = [
+        return [
             Launch(
                 python=c.python,
                 number=number,
@@ -114,15 +133,6 @@ class VllmEngine:
             )
             for number in range(c.workers)
         ]
-        d = c.deadlines
-        self._limits_s = {Stage.STARTING: d.start_s, Stage.DRAINING: d.drain_s, Stage.LOADING: d.load_s, Stage.PROBING: d.probe_s}
-        self._workers: list[Worker] = []
-        try:
-            for launch in self._launches:
-                self._workers.append(Worker(WorkerProcess(launch), WorkerState(Stage.STARTING, time.monotonic())))
-        except BaseException:
-            self.close()
-            raise
 
     def compile(self, params: Params, samples: Sequence[int]) -> dict[str, Any]:
         """Compiles what a swap needs; sampling is the workers' own business. `params` may be shapes with shardings."""
@@ -135,7 +145,8 @@ class VllmEngine:
 
         Returns:
             `time_swap_s`, from the call on (waiting for the update that makes `params` included), `time_load_s` of the slowest worker,
-            `bytes` per worker, `probe_nats`: the largest difference of log-probs, `lost_workers` since the swap before.
+            `bytes` per worker, `probe_nats` and `probe_mean_nats`: difference of log-probs (largest and mean) of the worst worker,
+            `lost_workers` since the swap before.
 
         Raises:
             EngineError: a probe differs, or workers are lost too often.
@@ -145,7 +156,7 @@ class VllmEngine:
             raise ValueError(f"weights of version {version} after version {self._version}: each swap needs a higher one")
         self._channel.write(params, version)
         self._params, self._version = params, version
-        self._facts = {"bytes": self._channel.size_bytes, "time_load_s": 0.0, "probe_nats": 0.0}
+        self._facts = {"bytes": self._channel.size_bytes, "time_load_s": 0.0, "probe_nats": 0.0, "probe_mean_nats": 0.0}
         for worker in self._workers:
             if worker.state.stage not in (Stage.STARTING, Stage.LOADING):  # these come to it by themselves
                 self._begin_swap(worker)
@@ -154,7 +165,7 @@ class VllmEngine:
         return self._facts | {"lost_workers": lost, "time_swap_s": time.perf_counter() - started_s}
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Completion]:
-        """See `Engine.generate`: the workers have everything when this returns."""
+        """See `Engine.generate`: the workers that serve have everything when this returns, the others as soon as they do."""
         answers: deque[Completion] = deque()
         count = 0
         for index, prompt in enumerate(prompts):
@@ -166,7 +177,7 @@ class VllmEngine:
         for worker in self._workers:
             if worker.state.stage is Stage.SERVING:
                 self._send_asked(worker)
-        self._pump()
+        self._until(lambda: not any(w.state.stage is Stage.SERVING and w.process.unsent() for w in self._workers))
         return self._answers(answers, count)
 
     def _answers(self, answers: deque[Completion], count: int) -> Iterator[Completion]:
@@ -179,10 +190,11 @@ class VllmEngine:
         return {}
 
     def close(self) -> None:
-        """Ends the workers and frees the shared memory."""
-        for worker in self._workers:
-            worker.process.stop()
-        self._channel.close()
+        """Ends the workers and frees the shared memory, all of it even if one of them raises."""
+        with ExitStack() as stack:
+            stack.callback(self._channel.close)
+            for worker in self._workers:
+                stack.callback(worker.process.stop)
 
     def _request(self, prompt_id: int, sample: int, token_ids: np.ndarray, sampling: Sampling) -> Request:
         self._next_request += 1
@@ -196,7 +208,6 @@ class VllmEngine:
             top_k=sampling.top_k,
             top_p=float(sampling.top_p),
             seed=draw_seed(sampling, prompt_id, sample),
-            min_tokens=self._config.rollout.min_response_tokens,
             max_tokens=self._config.rollout.max_response_tokens,
             stop_ids=self._stop_ids,
         )
@@ -227,6 +238,8 @@ class VllmEngine:
     def _take(self, number: int, worker: Worker, record: Record) -> None:
         match record:
             case Ready():
+                check_layouts(number, record)
+                worker.versions = ", ".join(record.versions.splitlines())
                 worker.process.attached()
                 self._advance(worker, Event.READY)
             case Finished():
@@ -292,15 +305,18 @@ class VllmEngine:
     def _judge(self, number: int, worker: Worker) -> None:
         """All answers to the probe are there: the swap has succeeded or failed."""
         assert self._params is not None
-        difference = self._probe.difference_nats(self._params, [worker.probed[i] for i in range(len(self._probe.prompts))])
-        self._facts["probe_nats"] = max(self._facts["probe_nats"], difference)
-        if not difference <= self._tolerance_nats:
+        found = self._probe.difference(self._params, [worker.probed[i] for i in range(len(self._probe.prompts))])
+        self._facts["probe_nats"] = max(self._facts["probe_nats"], found.largest)
+        self._facts["probe_mean_nats"] = max(self._facts["probe_mean_nats"], found.mean)
+        if not found.within(self._tolerance):
             raise EngineError(
-                f"the swap to weights {worker.state.version} failed: log-probs of rollout worker {number} are up to {difference:.3g} nats "
-                f"from the trainer's, more than {self._tolerance_nats:g} (rollout.vllm.probe_tolerance_nats). The worker does not compute "
-                "with the weights that it was given, or vLLM and the trainer compute differently"
+                f"the swap to weights {worker.state.version} failed: log-probs of rollout worker {number} are up to {found.largest:.3g} "
+                f"nats from the trainer's, {found.mean:.3g} on average; allowed are {self._tolerance.largest:g} and "
+                f"{self._tolerance.mean:g} (rollout.vllm.probe_tolerance_nats). The worker does not compute with the weights that it was "
+                "given, or vLLM and the trainer compute differently"
             )
         self._advance(worker, Event.AGREED)
+        worker.served = True
         self._send_asked(worker)
 
     def _trouble(self, worker: Worker) -> str:
@@ -319,12 +335,14 @@ class VllmEngine:
         """A new process for a lost worker; it is asked again for what the old one owed.
 
         Raises:
-            EngineError: it never came up, or workers were lost more often than `rollout.vllm.max_restarts`.
+            EngineError: it never served, or workers were lost more often than `rollout.vllm.max_restarts`.
         """
         lost = self._workers[number]
-        story = f"rollout worker {number} (process {lost.process.pid}) {trouble} while {lost.state.stage}; {lost.process.log_tail()}"
+        who = f"rollout worker {number} (process {lost.process.pid})"
+        ran = f"; it ran {lost.versions}" if lost.versions else ""
+        story = f"{who} {trouble} while {lost.state.stage}{ran}; {lost.process.ring_story()}; {lost.process.log_tail()}"
         limit = self._config.rollout.vllm.max_restarts
-        if lost.state.stage is Stage.STARTING:  # the next one would fare no better
+        if lost.state.stage is Stage.STARTING and not lost.served:  # the next one would fare no better
             raise EngineError(story)
         self._restarts += 1
         if self._restarts > limit:
@@ -334,13 +352,25 @@ class VllmEngine:
         for asked in lost.asked.values():
             self._ask_again(asked)
         state = advance(lost.state, Event.LOST, time.monotonic())
-        self._workers[number] = Worker(WorkerProcess(self._launches[number]), state, lost.asked)
+        self._workers[number] = Worker(WorkerProcess(self._launches[number]), state, lost.asked, served=lost.served)
+
+
+def check_layouts(number: int, ready: Ready) -> None:
+    """The handshake: both sides must lay out rings and weights alike. (Records of other layouts do not get this far.)
+
+    Raises:
+        EngineError: names the layout that differs.
+    """
+    for what, theirs, ours in (("ring", ready.ring_schema, ring.SCHEMA), ("weight segment", ready.weights_schema, weights_segment.SCHEMA)):
+        if theirs != ours:
+            raise EngineError(
+                f"rollout worker {number} lays out the {what} by schema {theirs}, the trainer by {ours}: both must run the same jaxprorl"
+            )
 
 
 def worker_settings(config: ConfigDict, c: Qwen2Config, model: Path, weights: Path) -> Settings:
     """What all workers are told; each process fills in its own rings."""
     rollout, v = config.rollout, config.rollout.vllm
-    context_tokens = max(rollout.max_prompt_tokens + rollout.max_response_tokens, probe_tokens(v.block_tokens))
     slots = rollout.slots // v.workers
     return Settings(
         parent_pid=0,
@@ -349,18 +379,12 @@ def worker_settings(config: ConfigDict, c: Qwen2Config, model: Path, weights: Pa
         weights=str(weights),
         model=str(model.resolve()),
         dtype=v.dtype,
-        context_tokens=context_tokens,
+        context_tokens=context_tokens(config),
         slots=slots,
         block_tokens=v.block_tokens,
-        cache_bytes=int(v.cache_mb * 1e6) or cache_bytes(c, v.dtype, v.block_tokens, context_tokens, slots),
+        cache_bytes=int(v.cache_mb * 1e6) or cache_bytes(config, c, slots),
         eager=v.eager,
     )
-
-
-def cache_bytes(c: Qwen2Config, dtype: str, block_tokens: int, context_tokens: int, slots: int) -> int:
-    """Keys and values of `slots` requests of full length, in whole blocks, and of one block that vLLM keeps for itself."""
-    per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * (2 if dtype == "bfloat16" else 4)
-    return (slots * -(-context_tokens // block_tokens) + 1) * block_tokens * per_token
 
 
 def draw_seed(sampling: Sampling, prompt_id: int, sample: int) -> int:

@@ -68,7 +68,11 @@ class WeightChannel:
         specs = layout(c, dtype)
         self._pieces, self._mesh, self._dtype = pieces(c), mesh, dtype
         self._segment = segments.create(folder, run_folder, "weights", 0, segment_bytes(specs))
-        self._writer = WeightWriter(self._segment.buffer, specs)
+        try:
+            self._writer = WeightWriter(self._segment.buffer, specs)
+        except BaseException:
+            self._segment.close()
+            raise
         self._take: dict[Any, Any] = {}  # executable by what it was compiled for
         self.size_bytes = sum(spec.size_bytes for spec in specs)
 

@@ -73,7 +73,7 @@ def main(argument: str) -> NoReturn:
         commands = RingReader(segments.attach(Path(settings.commands)).buffer)
         worker = Worker(make_engine(settings), settings, results)
         results.set_state(ring.State.READY)
-        worker.send(Ready(os.getpid(), ring.SCHEMA, weights_segment.SCHEMA, versions()))
+        worker.send(Ready(ring.SCHEMA, weights_segment.SCHEMA, versions()))
         while worker.running:
             worker.turn(commands)
         results.close()
@@ -190,6 +190,8 @@ class Worker:
             case Request():
                 self._arrived.append(command)
             case Go():
+                if not (self._begun or self._waiting):
+                    self._empty_cache()
                 self._waiting.extend(self._arrived)
                 self._arrived.clear()
             case Abort():
@@ -212,7 +214,6 @@ class Worker:
             top_k=request.top_k,
             top_p=request.top_p,
             seed=request.seed,
-            min_tokens=request.min_tokens,
             max_tokens=request.max_tokens,
             stop_token_ids=request.stop_ids.tolist(),
             ignore_eos=True,  # the stop ids are the request's alone
@@ -234,14 +235,18 @@ class Worker:
             self._begun.clear()
         self.send(Aborted(np.array(dropped, np.int64)))
 
+    def _empty_cache(self) -> None:
+        """Of prompts that were there before: the shapes that a prompt is prefilled with, and so its bits, must not depend on them."""
+        if not self._engine.reset_prefix_cache():  # it then did nothing
+            raise RuntimeError("vLLM did not empty its prefix cache, although no request is there")
+
     def _swap(self, version: int) -> None:
         """Loads a version, empties the caches that the old one filled, and says so."""
         if self._begun or self._waiting or self._arrived:
             raise RuntimeError(f"told to load version {version} while requests are there; abort them or let them finish first")
         started_s = time.perf_counter()
         (loaded_bytes,) = set(self._engine.collective_rpc("load_version", args=(self._settings.weights, version)))
-        if not self._engine.reset_prefix_cache():  # it then did nothing
-            raise RuntimeError(f"vLLM did not empty its prefix cache after version {version} was loaded")
+        self._empty_cache()
         self._engine.set_weight_version(str(version))
         self.send(Swapped(version, time.perf_counter() - started_s, loaded_bytes))
 

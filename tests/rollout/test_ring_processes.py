@@ -79,7 +79,7 @@ def test_two_interpreters_with_different_numpys_understand_each_other(run_folder
                 prompts = [noise.randint(0, 150_000, noise.randint(1, 600)).astype(np.int32) for _ in range(150)]
                 answered = 0
                 for number, ids in enumerate(prompts):
-                    request = Request(number, version, 10 * number, 3, ids, 1.2, 0, 1.0, -number, 0, 600, np.array([7], np.int32))
+                    request = Request(number, version, 10 * number, 3, ids, 1.2, 0, 1.0, -number, 600, np.array([7], np.int32))
                     while True:
                         try:
                             writer.write(encode(request), 0.01)

@@ -155,6 +155,22 @@ def test_memory_that_cannot_be_reserved_is_an_error_and_leaves_nothing(run_folde
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.parametrize("call", ["posix_fallocate", "fstat"])
+def test_ctrl_c_while_a_segment_is_made_leaves_nothing(run_folder: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """While its pages are reserved, and right after its file was made."""
+    opened = len(os.listdir("/proc/self/fd"))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segments.os, call, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            create(SHARED_MEMORY, run_folder, "weights", 0, MEGABYTE)
+    assert list(SHARED_MEMORY.glob(f"{segments.run_prefix(run_folder)}-*")) == []
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
 FULL = """
 import sys
 from pathlib import Path

@@ -10,7 +10,7 @@ from factories import random_params, tiny_model
 
 from jaxprorl.models.hf.writer import tensors
 from jaxprorl.models.qwen2 import Qwen2Config
-from jaxprorl.rollout import segments
+from jaxprorl.rollout import segments, weights
 from jaxprorl.rollout.weights import WeightChannel, layout, pieces
 from jaxprorl.rollout.weights_segment import WeightReader
 from jaxprorl.sharding.mesh import make_mesh, param_shardings
@@ -76,3 +76,12 @@ def test_the_layout_holds_whole_tensors() -> None:
     specs = layout(TIED, "bfloat16")
     ends = [spec.offset_bytes + spec.size_bytes for spec in specs]
     assert all(end <= spec.offset_bytes for end, spec in zip(ends, specs[1:], strict=False))
+
+
+def test_ctrl_c_while_the_channel_is_made_leaves_nothing(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(weights, "WeightWriter", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        WeightChannel(TIED, make_mesh("dp"), "float32", segments.SHARED_MEMORY, run_folder)

@@ -191,16 +191,38 @@ def field_value(config: ConfigDict, field: str) -> Any:
     return value
 
 
+def check_triggers(config: ConfigDict) -> None:
+    """All that can be said of `config.resets` by itself.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    _check_ranges(config, "resets.")
+    _check_names(config, "resets.")
+    check_resets(config)
+
+
+def _check_ranges(config: ConfigDict, prefix: str = "") -> None:
+    for fields, passes, remedy in (
+        (POSITIVE, lambda value: 0 < value < math.inf, "must be greater than 0"),
+        (NOT_NEGATIVE, lambda value: 0 <= value < math.inf, "must be 0 or more"),
+        (SHARES, lambda value: 0 <= value <= 1, "must lie between 0 and 1"),
+    ):
+        for field in fields:
+            if field.startswith(prefix):
+                value = field_value(config, field)
+                _require(passes(value), field, value, remedy)
+
+
+def _check_names(config: ConfigDict, prefix: str = "") -> None:
+    for field, choices in CHOICES.items():
+        if field.startswith(prefix):
+            value = field_value(config, field)
+            _require(value in choices, field, value, f"choose one of {', '.join(choices)}")
+
+
 def _check_numbers(config: ConfigDict) -> None:
-    for field in POSITIVE:
-        value = field_value(config, field)
-        _require(0 < value < float("inf"), field, value, "must be greater than 0")
-    for field in NOT_NEGATIVE:
-        value = field_value(config, field)
-        _require(0 <= value < float("inf"), field, value, "must be 0 or more")
-    for field in SHARES:
-        value = field_value(config, field)
-        _require(0 <= value <= 1, field, value, "must lie between 0 and 1")
+    _check_ranges(config)
     top_p = config.evaluation.top_p
     _require(0 < top_p <= 1, "evaluation.top_p", top_p, "must be above 0 and at most 1 (1 = all tokens)")
     for field in ("seed", "evaluation.seed"):
@@ -231,9 +253,7 @@ def _check_numbers(config: ConfigDict) -> None:
 
 
 def _check_choices(config: ConfigDict) -> None:
-    for field, choices in CHOICES.items():
-        value = field_value(config, field)
-        _require(value in choices, field, value, f"choose one of {', '.join(choices)}")
+    _check_names(config)
     name = config.run_name
     _require(
         bool(re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name)), "run_name", name, "use letters, digits, '.', '_' and '-' (it names a folder)"

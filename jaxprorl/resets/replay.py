@@ -8,7 +8,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxprorl.config import check_resets
+from jaxprorl.config import check_triggers
 from jaxprorl.errors import ConfigError, DataError
 from jaxprorl.monitoring import jsonl
 from jaxprorl.recipe import stage_configs
@@ -17,6 +17,10 @@ from jaxprorl.resets.stages import RESET
 from jaxprorl.resets.triggers import Firing
 from jaxprorl.run_folder import RunFolder
 from jaxprorl.watch import control
+
+
+# Fields of `resets` that are no triggers: what a reset does, or who may ask for one. They change what comes after it, which is in no log.
+NO_TRIGGERS = ("reference", "optimizer", "warmup_updates", "manual")
 
 
 @dataclass(frozen=True)
@@ -101,11 +105,16 @@ def changed_configs(folder: RunFolder, changes: Mapping[str, Any]) -> tuple[Conf
     """
     if not folder.config.is_file():
         raise ConfigError(f"--run {folder.path}: no run there (it has no config.json)")
+    if refused := [name for name in NO_TRIGGERS if name in changes]:
+        raise ConfigError(
+            f"--triggers: resets.{refused[0]} is no trigger: with another value a reset does something else, or comes from somebody else, "
+            "and no log tells what would follow"
+        )
     configs = stage_configs(ConfigDict(json.loads(folder.config.read_text(encoding="utf-8"))).lock())
     try:
         for config in configs:
             config.resets.update(changes)
-            check_resets(config)
+            check_triggers(config)
     except (KeyError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"--triggers: {str(error.args[0]).partition('. Other fields')[0]}; the fields are those of resets in configs/base.py"

@@ -26,7 +26,7 @@ def test_resets_and_alarms_look_at_the_same_step_and_a_reset_empties_both_baseli
         (True, [], ()),
         (False, [], (0.4,)),
     ]
-    assert state.control.memories["kl_spike"] == (0.4,)
+    assert state.control.memories["kl_spike"] == (0.0, 0.4)
 
 
 def test_a_person_may_always_ask() -> None:

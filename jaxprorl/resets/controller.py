@@ -19,6 +19,7 @@ from jaxprorl.resets.triggers import (
     Firing,
     Level,
     Memory,
+    Onset,
     Signals,
     Stagnation,
     observe_all,
@@ -180,17 +181,19 @@ def make_controller(config: ConfigDict) -> Controller:
     if r.every_steps:
         triggers["every_steps"] = EverySteps(r.every_steps)
     if kl.on:
-        triggers["kl_spike"] = Level(kl.metric, kl.window, above=kl.above or None, z_above=kl.z or None, all_of=kl.both, cleared=True)
+        triggers["kl_spike"] = Onset(
+            Level(kl.metric, kl.window, above=kl.above or None, z_above=kl.z or None, all_of=kl.both, cleared=True)
+        )
     if entropy.on:
         fall = 1 - entropy.fall if entropy.fall else None
-        triggers["entropy_collapse"] = Level("entropy", entropy.window, below=entropy.floor or None, fall=fall)
+        triggers["entropy_collapse"] = Onset(Level("entropy", entropy.window, below=entropy.floor or None, fall=fall))
     if length.on:
-        triggers["length"] = Level("response_tokens.mean", length.window, rise=length.factor)
+        triggers["length"] = Onset(Level("response_tokens.mean", length.window, rise=length.factor))
     if repetition.on:
-        triggers["repetition"] = Level("repetition.ngram_share", above=repetition.above)
+        triggers["repetition"] = Onset(Level("repetition.ngram_share", above=repetition.above))
     if stops.on:
-        triggers["stop_collapse"] = Level("response.stop_share", below=stops.below)
-    triggers |= {f"alarm.{name}": alarm.trigger for name, alarm in alarms.make_alarms(config).items() if alarm.action == "reset"}
+        triggers["stop_collapse"] = Onset(Level("response.stop_share", below=stops.below))
+    triggers |= {f"alarm.{name}": Onset(alarm.trigger) for name, alarm in alarms.make_alarms(config).items() if alarm.action == "reset"}
     blind = BlindController(triggers, Gate(r.cooldown_steps, r.max_resets))
     if r.blind or not r.validation.on:
         return blind

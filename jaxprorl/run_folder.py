@@ -8,7 +8,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from jaxprorl.config import differences, to_json
-from jaxprorl.errors import ConfigError
+from jaxprorl.errors import ConfigError, DataError
 from jaxprorl.run_lock import RunLock
 
 # Fields that may change between the first start and a resume: they do not change what a step computes.
@@ -78,6 +78,30 @@ class RunFolder:
     def summary(self) -> Path:
         """What a finished run reached."""
         return self.path / "summary.json"
+
+
+def read_config(run: Path) -> ConfigDict:
+    """The config of a run, locked.
+
+    Raises:
+        ConfigError: no run there.
+        DataError: its config.json is torn, or lacks what every run's has.
+    """
+    file = RunFolder(run).config
+    if not file.is_file():
+        raise ConfigError(f"--run {run}: no run there (it has no config.json)")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read as JSON ({error})") from None
+    missing = [
+        name
+        for name, kind in (("resets", dict), ("stages", list))
+        if not isinstance(content, dict) or not isinstance(content.get(name), kind)
+    ]
+    if missing:
+        raise DataError(f"{file}: not the config of a run of this version of jaxprorl, it has no {' and no '.join(missing)}")
+    return ConfigDict(content).lock()
 
 
 def accepted(config: ConfigDict) -> set[str]:

@@ -30,7 +30,7 @@ from jaxprorl.preemption import Preemption
 from jaxprorl.resets.commands import Command, take_command
 from jaxprorl.resets.controller import gauges
 from jaxprorl.resets.optimizer import what_is_reset
-from jaxprorl.resets.stages import RESET
+from jaxprorl.resets.stages import RESET, what_resets
 from jaxprorl.resets.triggers import Firing
 from jaxprorl.rewards.pool import error_share
 from jaxprorl.rollout import surplus
@@ -169,7 +169,9 @@ def begin_stage(training: Training) -> None:
     recorder.event(run.step, "stage", **told, surplus_dropped=len(dropped), tokens_wasted=tokens_of(dropped))
     recorder.progress.note(f"step {run.step}: stage {stage.name} ({ending.reason})")
     own = Firing(run.step, RESET, ending.reads, f"stage {stage.name}", {"ended_by": ending.trigger} | dict(ending.statistics))
-    training.watch = watching.begin_stage(setting.rules, training.watch, bool(stage.changes), own if stage.resets else None)
+    training.watch = watching.begin_stage(
+        setting.rules, training.watch, bool(stage.changes), own if stage.resets else None, stage.reset_reference
+    )
     training.run = replace(run, stage=run.stage + 1, stage_step=run.step, stage_prompts=run.prompts_consumed)
     training.setting, training.surplus = setting, left
 
@@ -180,9 +182,7 @@ def reset_if_due(training: Training, step: int, state: TrainState, run: RunState
     if decision is None:
         return state, run
     setting, config, firing, recorder = training.setting, training.config, decision.firing, training.recorder
-    reference, optimizer = bool(config.resets.reference), config.resets.optimizer
-    if firing.trigger == RESET and setting.stage:
-        reference, optimizer = setting.stage.reset_reference, setting.stage.reset_optimizer
+    reference, optimizer = what_resets(decision, config, setting.stage)
     state = setting.compiled.reset(state, (reference, optimizer))
     recorder.event(
         step, "reset", reference=reference, optimizer=optimizer, reason=firing.reason, trigger=firing.trigger, statistics=firing.statistics,

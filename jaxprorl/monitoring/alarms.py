@@ -65,7 +65,7 @@ def observe(alarms: Mapping[str, Alarm], state: AlarmState, signals: BlindSignal
     """Looks at one step's signals.
 
     Args:
-        reset: a reset comes right after this step; baselines that it makes void are emptied.
+        reset: a reset of the reference comes right after this step; baselines that it makes void are emptied.
 
     Returns:
         The state, and what has to be acted on: alarms that begin to ring, and those that stop a run as long as they ring.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from jaxprorl.errors import ConfigError
 from jaxprorl.monitoring import jsonl
+from jaxprorl.run_folder import read_config
 
 WAITING = "command.json"
 TAKEN = "commands.jsonl"
@@ -33,14 +34,12 @@ def request(run: Path, command: Command) -> Path:
 
     Raises:
         ConfigError: no run there, it takes no commands (or has no stages), or one is waiting already.
+        DataError: its config.json is torn, or of another version.
     """
-    file = run / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"--run {run}: no run there (it has no config.json)")
-    config = json.loads(file.read_text(encoding="utf-8"))
-    if not config["resets"]["manual"]:
+    config = read_config(run)
+    if not config.resets.get("manual"):
         raise ConfigError(f"--run {run}: it takes no commands (resets.manual = False)")
-    if command.kind == "next_stage" and not config["stages"]:
+    if command.kind == "next_stage" and not config.stages:
         raise ConfigError(f"--run {run}: it has no stages (stages is empty)")
     path, temporary = run / WAITING, run / f".{WAITING}.{uuid.uuid4().hex}"
     with temporary.open("w", encoding="utf-8") as out:

@@ -107,7 +107,7 @@ class Level:
         z_above: the value lies more than this many robust standard deviations above the baseline.
         rise, fall: the value is more than `rise` x, or less than `fall` x, the baseline's median.
         all_of: every test must hold, not any.
-        cleared: a reset empties the baseline (it makes no sense of what the metric was before).
+        cleared: a reset of the reference empties the baseline (it makes no sense of what the metric was before).
     """
 
     metric: str

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxprorl.errors import ConfigError
+from jaxprorl.errors import ConfigError, DataError
 from jaxprorl.monitoring import jsonl
 from jaxprorl.resets.commands import TAKEN, WAITING, Command, request, take_command
 
@@ -100,6 +100,16 @@ def test_commands_go_only_to_runs_that_take_them(run: Path, tmp_path: Path) -> N
     (run / "config.json").write_text(json.dumps({"resets": {"manual": False}, "stages": []}))
     with pytest.raises(ConfigError, match=r"resets\.manual = False"):
         request_reset(run, "x")
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"resets": {"manu', "[]", '{"resets": {"manual": true}}', '{"stages": []}', '{"resets": true, "stages": []}']
+)
+def test_a_config_that_is_torn_or_no_runs_is_refused(run: Path, text: str) -> None:
+    (run / "config.json").write_text(text)
+    with pytest.raises(DataError, match=r"config\.json: "):
+        request_reset(run, "x")
+    assert [file.name for file in run.iterdir()] == ["config.json"]
 
 
 def test_a_command_for_the_next_stage_is_told_from_a_reset_also_when_it_is_repeated(run: Path) -> None:

@@ -156,6 +156,14 @@ def test_a_reset_empties_the_baselines_that_it_makes_void() -> None:
     assert states[4].memories["kl_spike"] == (0.0, 0.1)
 
 
+def test_a_reset_that_leaves_the_reference_leaves_what_was_measured_against_it() -> None:
+    rules = controller(reference=False, at_steps=(4,), kl_spike__on=True, blind=False, validation__on=True)
+    rows = [{KL: 0.1, "validation.solve_rate": 0.5, "validation.items": 10}] * 4
+    states = play(rules, rows)
+    assert states[3].due(4) and states[3].memories["kl_spike"] == (0.0, *[0.1] * 4)
+    assert states[2].memories["validation"] == (5, 10) * 3 and states[3].memories["validation"] == ()
+
+
 def test_a_state_that_went_through_json_in_the_middle_goes_on_as_if_nothing_had_happened() -> None:
     rules = controller(
         every_steps=11, cooldown_steps=3, blind=False, validation__on=True, validation__patience=1,
@@ -185,7 +193,7 @@ def test_by_types_a_blind_controller_has_no_way_in_for_validation_results() -> N
     assert typing.get_type_hints(BlindController.observe)["signals"] is BlindSignals
     assert not issubclass(Signals, BlindSignals)
     hints = typing.get_type_hints(BlindController)
-    assert hints == {"triggers": Mapping[str, triggers.BlindTrigger], "gate": Gate}
+    assert hints == {"triggers": Mapping[str, triggers.BlindTrigger], "gate": Gate, "reference": bool}
     for kind in typing.get_args(triggers.BlindTrigger):
         assert typing.get_type_hints(kind.observe)["signals"] is BlindSignals
         assert kind.reads in ("step", "training")

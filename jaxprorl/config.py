@@ -70,7 +70,7 @@ def validate(config: ConfigDict) -> None:
     check_stages(config)
     check_mixes(config)
     # Quick ones first; the last four look at what no stage may change.
-    of_a_stage = (_check_numbers, _check_choices, _check_objective, check_resets, _check_shapes)
+    of_a_stage = (_check_numbers, _check_choices, _check_objective, check_resets, _check_shapes, _check_workers)
     for check in (*of_a_stage, _check_warm_start, _check_engine, _check_rewards, _check_tasks):
         check(config)
     for stage, stage_config in zip(stages(config), stage_configs(config), strict=False):
@@ -343,8 +343,26 @@ def check_resets(config: ConfigDict) -> None:
         not entropy.on or entropy.floor > 0 or entropy.fall > 0, "resets.entropy_collapse.floor, fall", (entropy.floor, entropy.fall),
         "at least one must be above 0",
     )  # fmt: skip
+    _require(
+        entropy.floor > 0 or not entropy.on or entropy.fall < 1, "resets.entropy_collapse.fall", entropy.fall,
+        "entropy is never below 0: with floor = 0 it must be below 1 to fire",
+    )  # fmt: skip
+    _require(not r.repetition.on or r.repetition.above < 1, "resets.repetition.above", r.repetition.above, "a share is never above 1")
+    _require(not r.stop_collapse.on or r.stop_collapse.below > 0, "resets.stop_collapse.below", r.stop_collapse.below, "never below 0")
+    for name, field in (("zero_spread", "above"), ("repetition", "above"), ("grader_errors", "above"), ("entropy_collapse", "floor")):
+        value = a[name][field]
+        can_ring = value > 0 if field == "floor" else value < 1
+        _require(
+            a[name].action == "off" or can_ring, f"alarms.{name}.{field}", value,
+            f"it could never ring; {'above 0' if field == 'floor' else 'below 1'}, or alarms.{name}.action = 'off'",
+        )  # fmt: skip
     window = a.mismatch_trend.window
     _require(window >= 5, "alarms.mismatch_trend.window", window, "a trend needs 5 steps or more")
+
+
+def _check_workers(config: ConfigDict) -> None:
+    if config.rollout.engine == "vllm":
+        preflight.check_shares(config)
 
 
 def _check_engine(config: ConfigDict) -> None:

@@ -17,6 +17,7 @@ OPTIMIZER_RESETS = ("all", "moments_and_bias", "moments", "none")
 CHANGEABLE = ("rollout.", "batch.", "algorithm.", "shaping.", "filtering.", "optimizer.", "resets.", "data.mix")
 FIXED = {
     "rollout.max_prompt_tokens": "the prompts of all stages are rendered, and measured, once",
+    "rollout.engine": "workers start once, before the first stage",
     "resets.blind": "a run is blind as a whole or not at all",
     "resets.manual": "a run takes commands or takes none",
     "resets.warmup_updates": "the optimizer's state would take another form",
@@ -112,6 +113,8 @@ def _change(config: ConfigDict, name: str, field: str, value: Any) -> None:
     place = f"stages: stage {name!r} changes {field}"
     if field in FIXED:
         raise ConfigError(f"{place}, which is one for the whole run: {FIXED[field]}")
+    if field.startswith("rollout.vllm."):
+        raise ConfigError(f"{place}, which is one for the whole run: workers start once, before the first stage")
     if not field.startswith(CHANGEABLE):
         raise ConfigError(f"{place}, which is one for the whole run; a stage may change fields of {', '.join(CHANGEABLE)}")
     *groups, last = field.split(".")
@@ -180,6 +183,19 @@ def _check_plateau(config: ConfigDict, stage: Stage, place: str) -> None:
             f"{place}: steps = {stage.steps}: a plateau takes 2 x patience = {2 * stage.patience} validations, {every} steps apart: it "
             f"could never end the stage; allow more than {2 * stage.patience * every} steps, or validate more often"
         )
+
+
+def never_reached(config: ConfigDict) -> list[str]:
+    """What the recipe names and a run of `config.steps` steps does not come to, one line each; more steps, asked later, may."""
+    told, begins, configs = [], 0, stage_configs(config)
+    for stage in stages(config):
+        if begins >= config.steps:
+            told.append(f"stages: {stage.name!r} begins after step {begins}, unless one before it ends early")
+        begins += stage.steps
+    late = sorted({step for stage_config in configs for step in stage_config.resets.at_steps if step > config.steps})
+    if late:
+        told.append(f"resets.at_steps: {', '.join(map(str, late))}")
+    return [f"{line}: never reached with steps = {config.steps}" for line in told]
 
 
 def check_mixes(config: ConfigDict) -> None:

@@ -13,6 +13,7 @@ from jaxprorl import config as config_module
 from jaxprorl import recipe
 from jaxprorl.config import ConfigError
 from jaxprorl.recipe import longest, stage_configs
+from jaxprorl.rollout import preflight
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -87,6 +88,9 @@ FIXED = {
     "data.source": ("jsonl:x", "one for the whole run"),
     "alarms.kl_spike.action": ("log", "one for the whole run"),
     "rollout.max_prompt_tokens": (30, "rendered, and measured, once"),
+    "rollout.engine": ("vllm", "one for the whole run: workers start once"),
+    "rollout.vllm.workers": (2, "one for the whole run: workers start once"),
+    "rollout.vllm.dtype": ("bfloat16", "one for the whole run: workers start once"),
     "resets.blind": (False, "blind as a whole or not at all"),
     "resets.manual": (False, "takes commands or takes none"),
     "resets.warmup_updates": (5, "another form"),
@@ -149,6 +153,25 @@ def test_the_config_of_every_stage_is_checked(changes: dict[str, Any], words: st
 )
 def test_a_stage_that_is_none_is_refused(row: Any, words: str) -> None:
     assert refusal(stage("one", 5), row).startswith(f"stages: {words}")
+
+
+def test_the_workers_share_of_every_stage_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "vllm_platform", lambda python: "gpu")
+    first, wide = stage("one", 5), stage("two", 5, {"rollout.slots": 250})
+    c = experiment(first, wide)
+    c.rollout.engine, c.rollout.vllm.workers = "vllm", 4
+    with pytest.raises(ConfigError, match=r"^stages: in stage 'two', rollout\.vllm\.workers = 4: must divide rollout\.slots = 250"):
+        config_module.validate(c)
+
+
+def test_what_a_run_does_not_come_to_is_told() -> None:
+    assert recipe.never_reached(experiment(steps=5)) == []
+    rows = stage("one", 5), stage("two", 5, {"resets.at_steps": (4, 6)})
+    assert recipe.never_reached(experiment(*rows, steps=6)) == []
+    assert recipe.never_reached(experiment(*rows, steps=5)) == [
+        "stages: 'two' begins after step 5, unless one before it ends early: never reached with steps = 5",
+        "resets.at_steps: 6: never reached with steps = 5",
+    ]
 
 
 def test_a_mix_holds_names() -> None:

@@ -45,21 +45,31 @@ def check_settings(config: ConfigDict) -> None:
     Raises:
         ConfigError: names the field and what would be right.
     """
-    rollout, c = config.rollout, config.rollout.vllm
+    c = config.rollout.vllm
     if sys.platform != "linux":
         raise ConfigError(f"rollout.engine = 'vllm': its shared memory needs Linux, this is {sys.platform}; use 'jax'")
-    if rollout.slots % c.workers:
-        raise ConfigError(f"rollout.vllm.workers = {c.workers}: must divide rollout.slots = {rollout.slots}, which the workers share")
+    check_shares(config)
     if c.devices and len(c.devices) != c.workers:
         raise ConfigError(f"rollout.vllm.devices = {tuple(c.devices)}: name one for each of the {c.workers} workers, or none")
+    if vllm_platform(c.python) == "cpu" and c.block_tokens % CPU_BLOCK_TOKENS:
+        raise ConfigError(f"rollout.vllm.block_tokens = {c.block_tokens}: on CPU it must be a multiple of {CPU_BLOCK_TOKENS}")
+
+
+def check_shares(config: ConfigDict) -> None:
+    """Checks what the slots and limits of a stage, or of a run without stages, ask of the workers.
+
+    Raises:
+        ConfigError: names the field and what would be right.
+    """
+    rollout, c = config.rollout, config.rollout.vllm
+    if rollout.slots % c.workers:
+        raise ConfigError(f"rollout.vllm.workers = {c.workers}: must divide rollout.slots = {rollout.slots}, which the workers share")
     longest = RECORD_BYTES + max(4 * rollout.max_prompt_tokens, 8 * rollout.max_response_tokens)
     if c.ring_mb * 1e6 < RING_RECORDS * longest:
         raise ConfigError(
             f"rollout.vllm.ring_mb = {c.ring_mb}: the longest request or completion takes {longest} bytes, {RING_RECORDS} must find room, "
             f"so use {RING_RECORDS * longest / 1e6:.3f} or more"
         )
-    if vllm_platform(c.python) == "cpu" and c.block_tokens % CPU_BLOCK_TOKENS:
-        raise ConfigError(f"rollout.vllm.block_tokens = {c.block_tokens}: on CPU it must be a multiple of {CPU_BLOCK_TOKENS}")
 
 
 def check_model(config: ConfigDict, head_dim: int, max_position_embeddings: int) -> None:

@@ -112,6 +112,21 @@ def test_a_config_that_is_torn_or_no_runs_is_refused(run: Path, text: str) -> No
     assert [file.name for file in run.iterdir()] == ["config.json"]
 
 
+def test_a_run_that_is_over_takes_no_command_until_it_goes_on(run: Path) -> None:
+    (run / "summary.json").write_text('{"steps": 2}')
+    (run / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    with pytest.raises(ConfigError, match=r"the run is over \(summary\.json\).*start it with more steps first"):
+        request_reset(run, "x")
+    assert not (run / WAITING).exists()
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 2}\n')
+    assert request_reset(run, "x").is_file(), "it was given more steps, its old summary is still there"
+    (run / WAITING).unlink()
+    (run / "summary.json").write_text('{"ste')
+    with pytest.raises(DataError, match=r"summary\.json: "):
+        request_reset(run, "x")
+
+
 def test_a_command_for_the_next_stage_is_told_from_a_reset_also_when_it_is_repeated(run: Path) -> None:
     command = Command("next_stage", "flat")
     with pytest.raises(ConfigError, match=r"--run .*: it has no stages \(stages is empty\)"):

@@ -127,7 +127,7 @@ POSITIVE = (
     "grading.workers", "grading.timeout_s", "validation.items_per_task", "evaluation.temperature", "checkpoint.every_steps",
     "checkpoint.keep", "checkpoint.save_within_s", "mesh.cpu_devices",
     "resets.kl_spike.window", "resets.entropy_collapse.window", "resets.length.window", "resets.validation.patience",
-    "alarms.kl_spike.window", "alarms.mismatch_trend.window",
+    "alarms.kl_spike.window", "alarms.mismatch_trend.window", "alarms.stalled_engine.window",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "budget.completion_tokens", "budget.updates", "budget.prompts",
@@ -151,9 +151,20 @@ SHARES = (
     "algorithm.clip_low", "shaping.coefficient", "optimizer.final_share",
     "resets.entropy_collapse.fall", "resets.validation.min_change", "resets.repetition.above", "resets.stop_collapse.below",
     "alarms.zero_spread.above", "alarms.repetition.above", "alarms.grader_errors.above",
+    "alarms.unique_tokens.below", "alarms.stalled_engine.share",
 )  # fmt: skip
 KL_GAUGES = ("kl.k1", "kl.k3_median")
-ALARMS = ("kl_spike", "entropy_collapse", "skipped_updates", "zero_spread", "repetition", "grader_errors", "mismatch_trend")
+ALARMS = (
+    "kl_spike",
+    "entropy_collapse",
+    "skipped_updates",
+    "zero_spread",
+    "repetition",
+    "unique_tokens",
+    "grader_errors",
+    "mismatch_trend",
+    "stalled_engine",
+)
 # Written out, because the tables of `algorithms` and `resets` take JAX; a test compares them.
 CHOICES = {
     "on_existing": ("resume", "replace"),
@@ -180,6 +191,7 @@ CHOICES = {
     "resets.kl_spike.metric": KL_GAUGES,
     "alarms.kl_spike.metric": KL_GAUGES,
     **{f"alarms.{name}.action": ("off", "log", "reset", "pause", "stop") for name in ALARMS},
+    "alarms.stalled_engine.action": ("off", "log", "pause", "stop"),  # it reads the clock: a reset by it could not be repeated
 }
 
 
@@ -349,12 +361,19 @@ def check_resets(config: ConfigDict) -> None:
     )  # fmt: skip
     _require(not r.repetition.on or r.repetition.above < 1, "resets.repetition.above", r.repetition.above, "a share is never above 1")
     _require(not r.stop_collapse.on or r.stop_collapse.below > 0, "resets.stop_collapse.below", r.stop_collapse.below, "never below 0")
-    for name, field in (("zero_spread", "above"), ("repetition", "above"), ("grader_errors", "above"), ("entropy_collapse", "floor")):
+    for name, field in (
+        ("zero_spread", "above"),
+        ("repetition", "above"),
+        ("grader_errors", "above"),
+        ("entropy_collapse", "floor"),
+        ("unique_tokens", "below"),
+        ("stalled_engine", "share"),
+    ):
         value = a[name][field]
-        can_ring = value > 0 if field == "floor" else value < 1
+        can_ring = value < 1 if field == "above" else value > 0
         _require(
             a[name].action == "off" or can_ring, f"alarms.{name}.{field}", value,
-            f"it could never ring; {'above 0' if field == 'floor' else 'below 1'}, or alarms.{name}.action = 'off'",
+            f"it could never ring; {'below 1' if field == 'above' else 'above 0'}, or alarms.{name}.action = 'off'",
         )  # fmt: skip
     window = a.mismatch_trend.window
     _require(window >= 5, "alarms.mismatch_trend.window", window, "a trend needs 5 steps or more")

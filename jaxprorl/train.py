@@ -240,10 +240,11 @@ def record(training: Training, done: Step | None, state: TrainState, run: RunSta
         training.recorder.event(done.number, "stage_end", number=run.stage + 1, name=stage.name, steps=run.step - run.stage_step, **told)
     following = training.settings[run.stage + 1].stage if ending and not over else None
     reset_boundary = training.watch.control.due(run.step) is not None or (following is not None and following.resets)
-    due = over or bool(ending) or reset_boundary or run.step % training.config.checkpoint.every_steps == 0 or bool(alarms)
-    if due:  # one that a signal asked for is no event: the log of the uninterrupted run has none there
+    due = over or bool(ending) or reset_boundary or run.step % training.config.checkpoint.every_steps == 0
+    due |= any(alarm.reads != "clock" for alarm in alarms)
+    if due:  # one that a signal or the clock asked for is no event: the log of the uninterrupted run has none there
         training.recorder.event(done.number, "checkpoint", checkpoint_step=run.step)
-    if due or leaving:
+    if due or leaving or alarms:
         host = Host(run, training.recorder.offsets(), training.identity, surplus.encode(left), watching.to_json(training.watch))
         training.checkpoints.save(state, host, done.validation.get("validation.solve_rate"), reset_boundary)
     if alarms:
@@ -266,7 +267,8 @@ def decide(training: Training, done: Step, values: Mapping[str, float]) -> list[
     actions = {firing.trigger: rules.alarms[firing.trigger].action for firing in firings}
     for firing in firings:
         action = actions[firing.trigger]
-        recorder.event(number, "alarm", alarm=firing.trigger, action=action, reason=firing.reason, statistics=firing.statistics)
+        statistics = "time_statistics" if firing.reads == "clock" else "statistics"
+        recorder.event(number, "alarm", alarm=firing.trigger, action=action, reason=firing.reason, **{statistics: firing.statistics})
         recorder.progress.note(f"ALARM: step {number}: {firing.reason} ({action})")
     ending = [firing for firing in firings if actions[firing.trigger] in ("pause", "stop")]
     return sorted(ending, key=lambda firing: actions[firing.trigger], reverse=True)

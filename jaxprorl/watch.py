@@ -74,7 +74,9 @@ def observe(rules: Rules, watch: Watch, step: int, values: Mapping[str, float], 
     """
     state, _ = control(rules.controller, watch.control, step, values, command)
     reset = state.due(step) is not None and controller.resets_reference(rules.controller)
-    ringing, acted = alarms.observe(rules.alarms, watch.alarms, blind_signals(step, values), reset)
+    ringing, acted = alarms.observe(
+        rules.alarms, watch.alarms, blind_signals(step, values), reset, values.get("time.completion_tokens_per_s")
+    )
     stage = dataclasses.replace(watch.stage, before=gauges(values)) if watch.stage.ending else watch.stage
     return Watch(state, ringing, stage), acted
 

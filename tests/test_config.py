@@ -232,6 +232,8 @@ def test_a_value_that_cannot_work_is_refused_with_field_value_and_remedy(overrid
         (["resets.stop_collapse.on=True", "resets.stop_collapse.below=0"], ["resets.stop_collapse.below = 0", "never below 0"]),
         (["alarms.entropy_collapse.action=log", "alarms.entropy_collapse.floor=0"], ["alarms.entropy_collapse.floor = 0", "never ring"]),
         (["alarms.zero_spread.action=log", "alarms.zero_spread.above=1"], ["alarms.zero_spread.above = 1", "never ring"]),
+        (["alarms.stalled_engine.action=reset"], ["alarms.stalled_engine.action = 'reset'", "off, log, pause, stop"]),
+        (["alarms.unique_tokens.action=log", "alarms.unique_tokens.below=0"], ["alarms.unique_tokens.below = 0", "never ring"]),
         (["alarms.repetition.action=log", "alarms.repetition.above=1"], ["alarms.repetition.above = 1", "never ring"]),
         (["alarms.grader_errors.action=log", "alarms.grader_errors.above=1"], ["alarms.grader_errors.above = 1", "never ring"]),
         (["resets.length.factor=1"], ["resets.length.factor = 1", "above 1"]),

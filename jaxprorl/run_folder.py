@@ -102,6 +102,8 @@ def read_config(run: Path) -> ConfigDict:
         for name, kind in (("resets", dict), ("stages", list))
         if not isinstance(content, dict) or not isinstance(content.get(name), kind)
     ]
+    if not missing and "manual" not in content["resets"]:
+        missing = ["resets.manual"]
     if missing:
         raise DataError(f"{file}: not the config of a run of this version of jaxprorl, it has no {' and no '.join(missing)}")
     return ConfigDict(content).lock()

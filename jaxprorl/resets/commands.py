@@ -37,7 +37,7 @@ def request(run: Path, command: Command) -> Path:
         DataError: its config.json is torn, or of another version.
     """
     config = read_config(run)
-    if not config.resets.get("manual"):
+    if not config.resets.manual:
         raise ConfigError(f"--run {run}: it takes no commands (resets.manual = False)")
     if command.kind == "next_stage" and not config.stages:
         raise ConfigError(f"--run {run}: it has no stages (stages is empty)")

@@ -244,6 +244,9 @@ def get_config() -> ConfigDict:
     c.alarms.repetition = ConfigDict()
     c.alarms.repetition.action = "off"  # see above
     c.alarms.repetition.above = 0.5  # share of repeated 4-grams
+    c.alarms.unique_tokens = ConfigDict()
+    c.alarms.unique_tokens.action = "off"  # see above
+    c.alarms.unique_tokens.below = 0.2  # different tokens over tokens, mean over the completions; long ones have fewer
     c.alarms.grader_errors = ConfigDict()
     c.alarms.grader_errors.action = "off"  # see above; grading.max_error_share stops a run in any case
     c.alarms.grader_errors.above = 0.01  # share of samples
@@ -252,6 +255,10 @@ def get_config() -> ConfigDict:
     c.alarms.mismatch_trend.window = 50  # steps
     c.alarms.mismatch_trend.slope = 1e-4  # nats per step, of the Theil-Sen line
     c.alarms.mismatch_trend.z = 3.0  # of the Mann-Kendall test
+    c.alarms.stalled_engine = ConfigDict()  # sampling has become slow
+    c.alarms.stalled_engine.action = "off"  # see above, but never "reset": it reads the clock
+    c.alarms.stalled_engine.window = 20  # steps of the baseline
+    c.alarms.stalled_engine.share = 0.5  # of the baseline's median of completion tokens per second, below which it rings
 
     # Reward: "module:function", called as function(completion_text, prompt) -> float in [0, 1], in a grader process.
     c.reward = "jaxprorl.rewards.puzzles:exact"  # 1 or 0; `:continuous` pays partial answers too

@@ -39,6 +39,7 @@ def get_config() -> ConfigDict:
         run_of_p1(3, {"data.mix": (*FOUR_DOMAINS, "instructions")}),  # P1: adds instruction-following data
         run_of_p1(4, {"shaping.stopping": "non_termination"}),  # P1: a penalty for responses that do not terminate; its size is unknown
         run_of_p1(5),  # P1 tells runs 4 and 5 apart by nothing
+        # Choice: the penalty stays on in runs 6 to 8. P1 does not say when it ends.
         run_of_p1(6, {"rollout.samples_per_prompt": 32}),  # P1: from 16 to 32
         run_of_p1(7),  # P1: a second hard reset
         stage(

@@ -70,7 +70,7 @@ def validate(config: ConfigDict) -> None:
     check_stages(config)
     check_mixes(config)
     # Quick ones first; the last four look at what no stage may change.
-    of_a_stage = (_check_numbers, _check_choices, _check_objective, check_resets, _check_shapes)
+    of_a_stage = (_check_numbers, _check_choices, _check_objective, check_resets, _check_shapes, _check_workers)
     for check in (*of_a_stage, _check_warm_start, _check_engine, _check_rewards, _check_tasks):
         check(config)
     for stage, stage_config in zip(stages(config), stage_configs(config), strict=False):
@@ -127,7 +127,7 @@ POSITIVE = (
     "grading.workers", "grading.timeout_s", "validation.items_per_task", "evaluation.temperature", "checkpoint.every_steps",
     "checkpoint.keep", "checkpoint.save_within_s", "mesh.cpu_devices",
     "resets.kl_spike.window", "resets.entropy_collapse.window", "resets.length.window", "resets.validation.patience",
-    "alarms.kl_spike.window", "alarms.mismatch_trend.window",
+    "alarms.kl_spike.window", "alarms.mismatch_trend.window", "alarms.stalled_engine.window",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "budget.completion_tokens", "budget.updates", "budget.prompts",
@@ -151,9 +151,20 @@ SHARES = (
     "algorithm.clip_low", "shaping.coefficient", "optimizer.final_share",
     "resets.entropy_collapse.fall", "resets.validation.min_change", "resets.repetition.above", "resets.stop_collapse.below",
     "alarms.zero_spread.above", "alarms.repetition.above", "alarms.grader_errors.above",
+    "alarms.unique_tokens.below", "alarms.stalled_engine.share",
 )  # fmt: skip
 KL_GAUGES = ("kl.k1", "kl.k3_median")
-ALARMS = ("kl_spike", "entropy_collapse", "skipped_updates", "zero_spread", "repetition", "grader_errors", "mismatch_trend")
+ALARMS = (
+    "kl_spike",
+    "entropy_collapse",
+    "skipped_updates",
+    "zero_spread",
+    "repetition",
+    "unique_tokens",
+    "grader_errors",
+    "mismatch_trend",
+    "stalled_engine",
+)
 # Written out, because the tables of `algorithms` and `resets` take JAX; a test compares them.
 CHOICES = {
     "on_existing": ("resume", "replace"),
@@ -180,6 +191,7 @@ CHOICES = {
     "resets.kl_spike.metric": KL_GAUGES,
     "alarms.kl_spike.metric": KL_GAUGES,
     **{f"alarms.{name}.action": ("off", "log", "reset", "pause", "stop") for name in ALARMS},
+    "alarms.stalled_engine.action": ("off", "log", "pause", "stop"),  # it reads the clock: a reset by it could not be repeated
 }
 
 
@@ -191,16 +203,38 @@ def field_value(config: ConfigDict, field: str) -> Any:
     return value
 
 
+def check_triggers(config: ConfigDict) -> None:
+    """All that can be said of `config.resets` by itself.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    _check_ranges(config, "resets.")
+    _check_names(config, "resets.")
+    check_resets(config)
+
+
+def _check_ranges(config: ConfigDict, prefix: str = "") -> None:
+    for fields, passes, remedy in (
+        (POSITIVE, lambda value: 0 < value < math.inf, "must be greater than 0"),
+        (NOT_NEGATIVE, lambda value: 0 <= value < math.inf, "must be 0 or more"),
+        (SHARES, lambda value: 0 <= value <= 1, "must lie between 0 and 1"),
+    ):
+        for field in fields:
+            if field.startswith(prefix):
+                value = field_value(config, field)
+                _require(passes(value), field, value, remedy)
+
+
+def _check_names(config: ConfigDict, prefix: str = "") -> None:
+    for field, choices in CHOICES.items():
+        if field.startswith(prefix):
+            value = field_value(config, field)
+            _require(value in choices, field, value, f"choose one of {', '.join(choices)}")
+
+
 def _check_numbers(config: ConfigDict) -> None:
-    for field in POSITIVE:
-        value = field_value(config, field)
-        _require(0 < value < float("inf"), field, value, "must be greater than 0")
-    for field in NOT_NEGATIVE:
-        value = field_value(config, field)
-        _require(0 <= value < float("inf"), field, value, "must be 0 or more")
-    for field in SHARES:
-        value = field_value(config, field)
-        _require(0 <= value <= 1, field, value, "must lie between 0 and 1")
+    _check_ranges(config)
     top_p = config.evaluation.top_p
     _require(0 < top_p <= 1, "evaluation.top_p", top_p, "must be above 0 and at most 1 (1 = all tokens)")
     for field in ("seed", "evaluation.seed"):
@@ -231,9 +265,7 @@ def _check_numbers(config: ConfigDict) -> None:
 
 
 def _check_choices(config: ConfigDict) -> None:
-    for field, choices in CHOICES.items():
-        value = field_value(config, field)
-        _require(value in choices, field, value, f"choose one of {', '.join(choices)}")
+    _check_names(config)
     name = config.run_name
     _require(
         bool(re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name)), "run_name", name, "use letters, digits, '.', '_' and '-' (it names a folder)"
@@ -323,8 +355,33 @@ def check_resets(config: ConfigDict) -> None:
         not entropy.on or entropy.floor > 0 or entropy.fall > 0, "resets.entropy_collapse.floor, fall", (entropy.floor, entropy.fall),
         "at least one must be above 0",
     )  # fmt: skip
+    _require(
+        entropy.floor > 0 or not entropy.on or entropy.fall < 1, "resets.entropy_collapse.fall", entropy.fall,
+        "entropy is never below 0: with floor = 0 it must be below 1 to fire",
+    )  # fmt: skip
+    _require(not r.repetition.on or r.repetition.above < 1, "resets.repetition.above", r.repetition.above, "a share is never above 1")
+    _require(not r.stop_collapse.on or r.stop_collapse.below > 0, "resets.stop_collapse.below", r.stop_collapse.below, "never below 0")
+    for name, field in (
+        ("zero_spread", "above"),
+        ("repetition", "above"),
+        ("grader_errors", "above"),
+        ("entropy_collapse", "floor"),
+        ("unique_tokens", "below"),
+        ("stalled_engine", "share"),
+    ):
+        value = a[name][field]
+        can_ring = value < 1 if field == "above" else value > 0
+        _require(
+            a[name].action == "off" or can_ring, f"alarms.{name}.{field}", value,
+            f"it could never ring; {'below 1' if field == 'above' else 'above 0'}, or alarms.{name}.action = 'off'",
+        )  # fmt: skip
     window = a.mismatch_trend.window
     _require(window >= 5, "alarms.mismatch_trend.window", window, "a trend needs 5 steps or more")
+
+
+def _check_workers(config: ConfigDict) -> None:
+    if config.rollout.engine == "vllm":
+        preflight.check_shares(config)
 
 
 def _check_engine(config: ConfigDict) -> None:

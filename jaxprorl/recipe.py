@@ -11,11 +11,13 @@ from jaxprorl.data.domains import DOMAINS
 from jaxprorl.errors import ConfigError
 
 ENDS = ("steps", "plateau", "manual")
-OPTIMIZER_RESETS = ("all", "moments_and_bias", "moments", "none")  # the sets of resets/optimizer.py, which takes JAX
+# The sets of resets/optimizer.py, which takes JAX, each with all that those after it have.
+OPTIMIZER_RESETS = ("all", "moments_and_bias", "moments", "none")
 # What a stage may change: sections, and single fields. Everything else is one for the whole run.
 CHANGEABLE = ("rollout.", "batch.", "algorithm.", "shaping.", "filtering.", "optimizer.", "resets.", "data.mix")
 FIXED = {
     "rollout.max_prompt_tokens": "the prompts of all stages are rendered, and measured, once",
+    "rollout.engine": "workers start once, before the first stage",
     "resets.blind": "a run is blind as a whole or not at all",
     "resets.manual": "a run takes commands or takes none",
     "resets.warmup_updates": "the optimizer's state would take another form",
@@ -53,17 +55,37 @@ class Stage:
         return self.reset_reference or self.reset_optimizer != "none"
 
 
+# What each field of a stage has to be. Bounds are checked by `check_stages`.
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "name": ((str,), "a text"),
+    "steps": ((int,), "a whole number"),
+    "changes": ((Mapping,), "a mapping of fields to their values"),
+    "reset_reference": ((bool,), "True or False"),
+    "reset_optimizer": ((str,), f"one of {', '.join(OPTIMIZER_RESETS)}"),
+    "end": ((str,), f"one of {', '.join(ENDS)}"),
+    "patience": ((int,), "a whole number"),
+    "min_change": ((int, float), "a number"),
+    "confidence": ((int, float), "a number"),
+}
+
+
 def stages(config: ConfigDict) -> tuple[Stage, ...]:
     """The stages of `config`, in order; () = it names none, the whole run is one.
 
     Raises:
-        ConfigError: one of them is not what `configs.base.stage` makes.
+        ConfigError: one of them is not what `configs.base.stage` makes, or a field of it is of another type.
     """
     wanted = {field.name for field in fields(Stage)}
     made = []
     for number, row in enumerate(config.stages, start=1):
         if not isinstance(row, Mapping) or set(row) != wanted:
             raise ConfigError(f"stages: number {number} is {row!r}; make it with stage() of configs/base.py")
+        for name, (kinds, remedy) in KINDS.items():
+            value = row[name]
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise ConfigError(f"stages: stage {row['name']!r}: {name} = {value!r}: must be {remedy}")
+        if unnamed := [field for field in row["changes"] if not isinstance(field, str)]:
+            raise ConfigError(f"stages: stage {row['name']!r} changes {unnamed[0]!r}: fields are named by text, 'group.field'")
         made.append(Stage(**row))
     return tuple(made)
 
@@ -122,6 +144,8 @@ def _change(config: ConfigDict, name: str, field: str, value: Any) -> None:
     place = f"stages: stage {name!r} changes {field}"
     if field in FIXED:
         raise ConfigError(f"{place}, which is one for the whole run: {FIXED[field]}")
+    if field.startswith("rollout.vllm."):
+        raise ConfigError(f"{place}, which is one for the whole run: workers start once, before the first stage")
     if not field.startswith(CHANGEABLE):
         raise ConfigError(f"{place}, which is one for the whole run; a stage may change fields of {', '.join(CHANGEABLE)}")
     *groups, last = field.split(".")
@@ -138,6 +162,11 @@ def _change(config: ConfigDict, name: str, field: str, value: Any) -> None:
     raise ConfigError(f"{place}: there is no such field; every field is in configs/base.py")
 
 
+def larger(a: tuple[bool, str], b: tuple[bool, str]) -> tuple[bool, str]:
+    """All that two resets (reference, what of the optimizer) reset: each named set of the optimizer holds those after it."""
+    return a[0] or b[0], min(a[1], b[1], key=OPTIMIZER_RESETS.index)
+
+
 def check_stages(config: ConfigDict) -> None:
     """Stages that cannot work, each by itself; the configs that they make are checked like any other.
 
@@ -148,9 +177,9 @@ def check_stages(config: ConfigDict) -> None:
     names = [stage.name for stage in made]
     for number, stage in enumerate(made):
         place = f"stages: stage {stage.name!r}"
-        if not isinstance(stage.name, str) or not re.fullmatch(r"\S(.*\S)?", stage.name) or names.count(stage.name) > 1:
+        if not re.fullmatch(r"\S(.*\S)?", stage.name) or names.count(stage.name) > 1:
             raise ConfigError(f"{place}: every stage needs a name of its own")
-        if type(stage.steps) is not int or stage.steps < 1:
+        if stage.steps < 1:
             raise ConfigError(f"{place}: steps = {stage.steps!r}: must be a whole number from 1 on")
         if number == 0 and stage.resets:
             raise ConfigError(f"{place}: nothing can be reset at the start of the first stage, which is the run's")
@@ -171,7 +200,7 @@ def _check_plateau(config: ConfigDict, stage: Stage, place: str) -> None:
             "may. Set resets.blind = False to say so, or choose 'steps' or 'manual'"
         )
     for name, ok, remedy in (
-        ("patience", type(stage.patience) is int and stage.patience > 0, "must be a whole number from 1 on"),
+        ("patience", stage.patience > 0, "must be a whole number from 1 on"),
         ("min_change", 0 <= stage.min_change <= 1, "must lie between 0 and 1"),
         ("confidence", 0 < stage.confidence < 1, "must lie inside 0 and 1"),
     ):
@@ -187,6 +216,19 @@ def _check_plateau(config: ConfigDict, stage: Stage, place: str) -> None:
         )
 
 
+def never_reached(config: ConfigDict) -> list[str]:
+    """What the recipe names and a run of `config.steps` steps does not come to, one line each; more steps, asked later, may."""
+    told, begins, configs = [], 0, stage_configs(config)
+    for stage in stages(config):
+        if begins >= config.steps:
+            told.append(f"stages: {stage.name!r} begins after step {begins}, unless one before it ends early")
+        begins += stage.steps
+    late = sorted({step for stage_config in configs for step in stage_config.resets.at_steps if step > config.steps})
+    if late:
+        told.append(f"resets.at_steps: {', '.join(map(str, late))}")
+    return [f"{line}: never reached with steps = {config.steps}" for line in told]
+
+
 def check_mixes(config: ConfigDict) -> None:
     """Domains and tasks that training draws from and that are not there, of all stages at once.
 
@@ -194,6 +236,8 @@ def check_mixes(config: ConfigDict) -> None:
         ConfigError: names them. Tasks of a JSONL file are known only once it has been read.
     """
     names = {name for stage_config in stage_configs(config) for name in stage_config.data.mix}
+    if unnamed := [name for name in names if not isinstance(name, str)]:
+        raise ConfigError(f"data.mix: {unnamed[0]!r} is no name of a domain or task")
     if config.data.source == "reasoning_gym":
         missing = sorted(names - DOMAINS.keys() - set(config.data.tasks))
         if missing:

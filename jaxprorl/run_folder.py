@@ -4,11 +4,14 @@ import json
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from jaxprorl.config import differences, to_json
-from jaxprorl.errors import ConfigError
+from jaxprorl.errors import ConfigError, DataError
+from jaxprorl.monitoring import jsonl
+from jaxprorl.recipe import longest, stage_configs
 from jaxprorl.run_lock import RunLock
 
 # Fields that may change between the first start and a resume: they do not change what a step computes.
@@ -80,6 +83,32 @@ class RunFolder:
         return self.path / "summary.json"
 
 
+def read_config(run: Path) -> ConfigDict:
+    """The config of a run, locked.
+
+    Raises:
+        ConfigError: no run there.
+        DataError: its config.json is torn, or lacks what every run's has.
+    """
+    file = RunFolder(run).config
+    if not file.is_file():
+        raise ConfigError(f"--run {run}: no run there (it has no config.json)")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read as JSON ({error})") from None
+    missing = [
+        name
+        for name, kind in (("resets", dict), ("stages", list))
+        if not isinstance(content, dict) or not isinstance(content.get(name), kind)
+    ]
+    if not missing and "manual" not in content["resets"]:
+        missing = ["resets.manual"]
+    if missing:
+        raise DataError(f"{file}: not the config of a run of this version of jaxprorl, it has no {' and no '.join(missing)}")
+    return ConfigDict(content).lock()
+
+
 def accepted(config: ConfigDict) -> set[str]:
     """What `config.checkpoint.accept` lets differ."""
     return {name.strip() for name in config.checkpoint.accept.split(",")} - {""}
@@ -109,7 +138,7 @@ def _open_run(config: ConfigDict, stack: ExitStack) -> RunFolder:
     if lock.stale_owner:
         print(f"{folder.path}: process {lock.stale_owner['pid']} on {lock.stale_owner['host']} died here; its lock is taken over")
     if folder.config.is_file() and folder.events.exists():  # else a start that failed before it did anything
-        stored = json.loads(folder.config.read_text())
+        stored = json.loads(to_json(read_config(folder.path)))
         changed = [
             f"{field} was {old!r}, now {new!r}"
             for field, old, new in differences(stored, json.loads(to_json(config)))
@@ -121,10 +150,44 @@ def _open_run(config: ConfigDict, stack: ExitStack) -> RunFolder:
                 "Choose another --config.run_name, or --config.on_existing=replace to move that run aside and start over, or "
                 f"--config.checkpoint.accept={','.join(change.split()[0] for change in changed)} to go on all the same"
             )
+        check_begun_stages(folder, stored["stages"], json.loads(to_json(config))["stages"])
+        check_exam_limit(folder, ConfigDict(stored), config)
     temporary = folder.config.with_suffix(".tmp")
     temporary.write_text(to_json(config))
     temporary.rename(folder.config)
     return folder
+
+
+def check_begun_stages(folder: RunFolder, stored: list[Any], now: list[Any]) -> None:
+    """Refuses another past or present stage, accepted or not: steps were done by it.
+
+    Raises:
+        ConfigError: names the stage.
+    """
+    begun = max((int(event["number"]) for event in jsonl.read(folder.events) if event.get("kind") == "stage"), default=0)
+    for number in range(begun):
+        if stored[number : number + 1] != now[number : number + 1]:
+            raise ConfigError(
+                f"stages.{number}: {folder.path} has begun stage {stored[number]['name']!r}, number {number + 1}; stages may be added, or "
+                "changed before they begin. Put it back as it was, or choose another --config.run_name"
+            )
+    if not stored and now and now[0]["changes"]:
+        raise ConfigError(f"stages.0: {folder.path} has begun without stages; the first one is under way and can change nothing")
+
+
+def check_exam_limit(folder: RunFolder, stored: ConfigDict, config: ConfigDict) -> None:
+    """Refuses stages that would let validation and evaluation answer at another length than so far.
+
+    Raises:
+        ConfigError: names the limits and what accepts them.
+    """
+    field = "rollout.max_response_tokens"
+    was, now = (longest(stage_configs(each)).rollout.max_response_tokens for each in (stored, config))
+    if was != now and field not in accepted(config):
+        raise ConfigError(
+            f"{field}: validation and evaluation go by the largest of all stages, which was {was} in {folder.path} and would be {now}: "
+            f"results before and after could not be compared. Keep to {was}, or add {field} to checkpoint.accept to go on all the same"
+        )
 
 
 def move_aside(path: Path) -> Path:

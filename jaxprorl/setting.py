@@ -12,7 +12,7 @@ from jaxprorl.executables import Compiled, Plan, compile_all
 from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import Qwen2Config
 from jaxprorl.monitoring.recorder import Recorder
-from jaxprorl.recipe import Stage, engine_fields, longest, stage_configs, stages
+from jaxprorl.recipe import Stage, engine_fields, larger, longest, stage_configs, stages
 from jaxprorl.rollout.engine import Engine
 from jaxprorl.state import TrainState
 from jaxprorl.types import Prompt
@@ -87,5 +87,6 @@ def make_settings(
 def _plan(stage: Stage | None, config: ConfigDict, compute: Compute) -> Plan:
     resets = [(bool(config.resets.reference), config.resets.optimizer)]
     if stage and stage.resets:
-        resets.append((stage.reset_reference, stage.reset_optimizer))
+        own = (stage.reset_reference, stage.reset_optimizer)
+        resets += [own, larger(own, resets[0])]  # alone, and together with one that is due at the same boundary
     return Plan(stage.name if stage else "", config, compute, tuple(resets))

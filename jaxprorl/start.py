@@ -33,7 +33,7 @@ from jaxprorl.models.qwen2 import Params, Qwen2Config, declarations, parameter_c
 from jaxprorl.monitoring import events
 from jaxprorl.monitoring.progress import Progress
 from jaxprorl.monitoring.recorder import NO_LINES, Recorder
-from jaxprorl.recipe import longest, stage_configs
+from jaxprorl.recipe import longest, never_reached, stage_configs
 from jaxprorl.rewards import registry
 from jaxprorl.rewards.pool import GraderPool
 from jaxprorl.rollout import preflight, surplus
@@ -101,6 +101,8 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
     configs, width = stage_configs(config), head_dim(config)
     computes = [choose_compute(stage_config, width, mesh) for stage_config in configs]
     progress = stack.enter_context(Progress(config.steps, config.monitoring.progress))
+    for line in never_reached(config):
+        progress.note(f"WARNING: {line}")
     items = load_items(config)
     domains = {item.domain for item in items.train}
     for stage_config in configs:

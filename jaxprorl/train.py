@@ -30,7 +30,7 @@ from jaxprorl.preemption import Preemption
 from jaxprorl.resets.commands import Command, take_command
 from jaxprorl.resets.controller import gauges
 from jaxprorl.resets.optimizer import what_is_reset
-from jaxprorl.resets.stages import RESET
+from jaxprorl.resets.stages import RESET, what_resets
 from jaxprorl.resets.triggers import Firing
 from jaxprorl.rewards.pool import error_share
 from jaxprorl.rollout import surplus
@@ -169,7 +169,9 @@ def begin_stage(training: Training) -> None:
     recorder.event(run.step, "stage", **told, surplus_dropped=len(dropped), tokens_wasted=tokens_of(dropped))
     recorder.progress.note(f"step {run.step}: stage {stage.name} ({ending.reason})")
     own = Firing(run.step, RESET, ending.reads, f"stage {stage.name}", {"ended_by": ending.trigger} | dict(ending.statistics))
-    training.watch = watching.begin_stage(setting.rules, training.watch, bool(stage.changes), own if stage.resets else None)
+    training.watch = watching.begin_stage(
+        setting.rules, training.watch, bool(stage.changes), own if stage.resets else None, stage.reset_reference
+    )
     training.run = replace(run, stage=run.stage + 1, stage_step=run.step, stage_prompts=run.prompts_consumed)
     training.setting, training.surplus = setting, left
 
@@ -180,9 +182,7 @@ def reset_if_due(training: Training, step: int, state: TrainState, run: RunState
     if decision is None:
         return state, run
     setting, config, firing, recorder = training.setting, training.config, decision.firing, training.recorder
-    reference, optimizer = bool(config.resets.reference), config.resets.optimizer
-    if firing.trigger == RESET and setting.stage:
-        reference, optimizer = setting.stage.reset_reference, setting.stage.reset_optimizer
+    reference, optimizer = what_resets(decision, config, setting.stage)
     state = setting.compiled.reset(state, (reference, optimizer))
     recorder.event(
         step, "reset", reference=reference, optimizer=optimizer, reason=firing.reason, trigger=firing.trigger, statistics=firing.statistics,
@@ -240,10 +240,11 @@ def record(training: Training, done: Step | None, state: TrainState, run: RunSta
         training.recorder.event(done.number, "stage_end", number=run.stage + 1, name=stage.name, steps=run.step - run.stage_step, **told)
     following = training.settings[run.stage + 1].stage if ending and not over else None
     reset_boundary = training.watch.control.due(run.step) is not None or (following is not None and following.resets)
-    due = over or bool(ending) or reset_boundary or run.step % training.config.checkpoint.every_steps == 0 or bool(alarms)
-    if due:  # one that a signal asked for is no event: the log of the uninterrupted run has none there
+    due = over or bool(ending) or reset_boundary or run.step % training.config.checkpoint.every_steps == 0
+    due |= any(alarm.reads != "clock" for alarm in alarms)
+    if due:  # one that a signal or the clock asked for is no event: the log of the uninterrupted run has none there
         training.recorder.event(done.number, "checkpoint", checkpoint_step=run.step)
-    if due or leaving:
+    if due or leaving or alarms:
         host = Host(run, training.recorder.offsets(), training.identity, surplus.encode(left), watching.to_json(training.watch))
         training.checkpoints.save(state, host, done.validation.get("validation.solve_rate"), reset_boundary)
     if alarms:
@@ -266,7 +267,8 @@ def decide(training: Training, done: Step, values: Mapping[str, float]) -> list[
     actions = {firing.trigger: rules.alarms[firing.trigger].action for firing in firings}
     for firing in firings:
         action = actions[firing.trigger]
-        recorder.event(number, "alarm", alarm=firing.trigger, action=action, reason=firing.reason, statistics=firing.statistics)
+        statistics = "time_statistics" if firing.reads == "clock" else "statistics"
+        recorder.event(number, "alarm", alarm=firing.trigger, action=action, reason=firing.reason, **{statistics: firing.statistics})
         recorder.progress.note(f"ALARM: step {number}: {firing.reason} ({action})")
     ending = [firing for firing in firings if actions[firing.trigger] in ("pause", "stop")]
     return sorted(ending, key=lambda firing: actions[firing.trigger], reverse=True)

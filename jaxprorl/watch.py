@@ -73,8 +73,10 @@ def observe(rules: Rules, watch: Watch, step: int, values: Mapping[str, float], 
         What is remembered now (`control.due(step)` is the reset), and the alarms to act on.
     """
     state, _ = control(rules.controller, watch.control, step, values, command)
-    reset = state.due(step) is not None
-    ringing, acted = alarms.observe(rules.alarms, watch.alarms, blind_signals(step, values), reset)
+    reset = state.due(step) is not None and controller.resets_reference(rules.controller)
+    ringing, acted = alarms.observe(
+        rules.alarms, watch.alarms, blind_signals(step, values), reset, values.get("time.completion_tokens_per_s")
+    )
     stage = dataclasses.replace(watch.stage, before=gauges(values)) if watch.stage.ending else watch.stage
     return Watch(state, ringing, stage), acted
 
@@ -93,7 +95,7 @@ def observe_stage(rules: Rules, watch: Watch, began: int, step: int, values: Map
     return dataclasses.replace(watch, stage=ends.observe(rules.end, watch.stage, began, step, validation, command))
 
 
-def begin_stage(rules: Rules, watch: Watch, changed: bool, reset: Firing | None) -> Watch:
+def begin_stage(rules: Rules, watch: Watch, changed: bool, reset: Firing | None, reference: bool = False) -> Watch:
     """What is remembered at the start of a stage: what its changes make void is forgotten, alarms that ring go on ringing.
 
     Args:
@@ -101,10 +103,13 @@ def begin_stage(rules: Rules, watch: Watch, changed: bool, reset: Firing | None)
         watch: with the end of the stage before.
         changed: the stage changes fields.
         reset: its own; None = it has none.
+        reference: that is one of the reference.
     """
     assert watch.stage.ending is not None
-    state = controller.begin_stage(rules.controller, watch.control, watch.stage.ending.step, changed, reset, watch.stage.before)
-    forgotten = {name for name, alarm in rules.alarms.items() if changed or (reset is not None and alarm.trigger.cleared)}
+    step = watch.stage.ending.step
+    reference |= watch.control.due(step) is not None and controller.resets_reference(rules.controller)
+    state = controller.begin_stage(rules.controller, watch.control, step, changed, reset, watch.stage.before, reference)
+    forgotten = {name for name, alarm in rules.alarms.items() if changed or (reference and alarm.trigger.cleared)}
     memories = {name: memory for name, memory in watch.alarms.memories.items() if name not in forgotten}
     return Watch(state, dataclasses.replace(watch.alarms, memories=memories))
 

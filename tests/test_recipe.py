@@ -13,6 +13,7 @@ from jaxprorl import config as config_module
 from jaxprorl import recipe
 from jaxprorl.config import ConfigError
 from jaxprorl.recipe import longest, stage_configs
+from jaxprorl.rollout import preflight
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -87,6 +88,9 @@ FIXED = {
     "data.source": ("jsonl:x", "one for the whole run"),
     "alarms.kl_spike.action": ("log", "one for the whole run"),
     "rollout.max_prompt_tokens": (30, "rendered, and measured, once"),
+    "rollout.engine": ("vllm", "one for the whole run: workers start once"),
+    "rollout.vllm.workers": (2, "one for the whole run: workers start once"),
+    "rollout.vllm.dtype": ("bfloat16", "one for the whole run: workers start once"),
     "resets.blind": (False, "blind as a whole or not at all"),
     "resets.manual": (False, "takes commands or takes none"),
     "resets.warmup_updates": (5, "another form"),
@@ -133,10 +137,46 @@ def test_the_config_of_every_stage_is_checked(changes: dict[str, Any], words: st
         ({"name": "two"}, "number 2 is {'name': 'two'}; make it with stage() of configs/base.py"),
         (stage("two", 5) | {"more": 1}, "number 2 is {'name': 'two'"),
         ("two", "number 2 is 'two'"),
+        (stage("two", 5) | {"changes": [1]}, "stage 'two': changes = [1]: must be a mapping"),
+        (stage("two", 5) | {"changes": "x"}, "stage 'two': changes = 'x': must be a mapping"),
+        (stage("two", 5) | {"changes": {3: 3}}, "stage 'two' changes 3: fields are named by text"),
+        (stage("two", 5) | {"name": 3}, "stage 3: name = 3: must be a text"),
+        (stage("two", 5) | {"steps": True}, "stage 'two': steps = True: must be a whole number"),
+        (stage("two", 5) | {"reset_reference": "no"}, "stage 'two': reset_reference = 'no': must be True or False"),
+        (stage("two", 5) | {"reset_reference": 1}, "stage 'two': reset_reference = 1: must be True or False"),
+        (stage("two", 5) | {"reset_optimizer": None}, "stage 'two': reset_optimizer = None: must be one of all"),
+        (stage("two", 5) | {"end": ["steps"]}, "stage 'two': end = ['steps']: must be one of steps"),
+        (stage("two", 5) | {"patience": 2.5}, "stage 'two': patience = 2.5: must be a whole number"),
+        (stage("two", 5, end="plateau") | {"min_change": "x"}, "stage 'two': min_change = 'x': must be a number"),
+        (stage("two", 5) | {"confidence": None}, "stage 'two': confidence = None: must be a number"),
     ],
 )
 def test_a_stage_that_is_none_is_refused(row: Any, words: str) -> None:
     assert refusal(stage("one", 5), row).startswith(f"stages: {words}")
+
+
+def test_the_workers_share_of_every_stage_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "vllm_platform", lambda python: "gpu")
+    first, wide = stage("one", 5), stage("two", 5, {"rollout.slots": 250})
+    c = experiment(first, wide)
+    c.rollout.engine, c.rollout.vllm.workers = "vllm", 4
+    with pytest.raises(ConfigError, match=r"^stages: in stage 'two', rollout\.vllm\.workers = 4: must divide rollout\.slots = 250"):
+        config_module.validate(c)
+
+
+def test_what_a_run_does_not_come_to_is_told() -> None:
+    assert recipe.never_reached(experiment(steps=5)) == []
+    rows = stage("one", 5), stage("two", 5, {"resets.at_steps": (4, 6)})
+    assert recipe.never_reached(experiment(*rows, steps=6)) == []
+    assert recipe.never_reached(experiment(*rows, steps=5)) == [
+        "stages: 'two' begins after step 5, unless one before it ends early: never reached with steps = 5",
+        "resets.at_steps: 6: never reached with steps = 5",
+    ]
+
+
+def test_a_mix_holds_names() -> None:
+    assert "data.mix: 3 is no name of a domain or task" in refusal(stage("one", 5, {"data.mix": ("chain_sum", 3)}))
+    assert "data.mix: 3 is no name of a domain or task" in refusal(data__mix=(3,))
 
 
 def test_nothing_is_reset_at_the_start_of_a_run() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
+from configs.base import stage
 from configs.quickstart import get_config
 from jaxprorl import run_folder
 from jaxprorl.errors import ConfigError, RunLockedError
@@ -157,3 +158,55 @@ def test_moving_aside_takes_the_first_free_name(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x.old-1").mkdir()
     assert move_aside(tmp_path / "x") == tmp_path / "x.old-2"
+
+
+LONGER = {"rollout.max_response_tokens": 80, "batch.row_tokens": 104}
+
+
+def staged(config: ConfigDict, *rows: dict, accept: str = "") -> ConfigDict:
+    changed = config.copy_and_resolve_references()
+    changed.stages, changed.checkpoint.accept = rows, accept
+    return changed
+
+
+def refused_stages(config: ConfigDict) -> str:
+    with pytest.raises(ConfigError) as caught:
+        open_run(config)
+    return str(caught.value)
+
+
+def test_a_stage_that_changes_the_length_of_exams_must_be_accepted_by_name(config: ConfigDict) -> None:
+    folder = begin(staged(config, stage("one", 5)))
+    rows = stage("one", 5), stage("two", 5, LONGER)
+    words = refused_stages(staged(config, *rows, accept="stages.1"))
+    assert words.startswith("rollout.max_response_tokens: validation and evaluation go by the largest of all stages, which was ")
+    assert "would be 80" in words and len(json.loads(folder.config.read_text())["stages"]) == 1, "the run's config stays as it was"
+    open_run(staged(config, stage("one", 5), stage("two", 5), accept="stages.1"))
+    open_run(
+        staged(
+            config,
+            *rows,
+            accept="stages.1,stages.1.changes.rollout.max_response_tokens,rollout.max_response_tokens,"
+            "stages.1.changes.batch.row_tokens,stages.1.changes",
+        )
+    )
+
+
+def test_stages_that_have_begun_stay_as_they_are(config: ConfigDict) -> None:
+    old = stage("one", 5), stage("two", 5), stage("three", 5)
+    folder = begin(staged(config, *old))
+    folder.events.write_text('{"step": 0, "kind": "stage", "number": 1}\n{"step": 5, "kind": "stage", "number": 2}\n')
+    accept = "stages.0.steps,stages.1.steps,stages.2.steps,stages.2,stages.1"
+    for number in (0, 1):
+        rows = [row | {"steps": 9} if index == number else row for index, row in enumerate(old)]
+        assert refused_stages(staged(config, *rows, accept=accept)).startswith(f"stages.{number}: ")
+    assert refused_stages(staged(config, old[0], accept=accept)).startswith("stages.1: ")
+    open_run(staged(config, *old[:2], old[2] | {"steps": 9}, accept=accept))
+
+
+def test_stages_may_be_added_to_a_run_without_them_if_the_first_changes_nothing(config: ConfigDict) -> None:
+    begin(config)
+    accept = "stages,stages.0,stages.1"
+    changed = stage("one", 5, {"batch.prompts": 8})
+    assert refused_stages(staged(config, changed, accept=accept)).startswith("stages.0: ")
+    open_run(staged(config, stage("one", 5), changed | {"name": "two"}, accept=accept))

@@ -9,7 +9,10 @@ from jaxprorl.data.prompts import Item
 from jaxprorl.data.splits import Items
 from jaxprorl.data.tokenizer import load_tokenizer
 from jaxprorl.errors import ConfigError, DataError, ModelError
+from jaxprorl.models.compute import Compute
+from jaxprorl.recipe import stages
 from jaxprorl.run_folder import RunFolder
+from jaxprorl.setting import _plan
 from jaxprorl.start import adopt_tokenizer, check_items, check_model, check_stage
 from jaxprorl.state import RunState
 from jaxprorl.warmstart.tokenizer import build_tokenizer
@@ -73,6 +76,13 @@ def test_stages_may_be_added_to_a_recipe_but_not_taken_away() -> None:
             except ConfigError as error:
                 assert f"{count} are named, and the run is in number {run.stage + 1}" in str(error)
     assert accepted == {(0, 0): [0, 1, 2, 3], (0, 1): [1, 2, 3], (1, 1): [2, 3], (1, 2): [2, 3]}
+
+
+def test_every_reset_that_may_come_in_a_stage_is_compiled_before_the_loop() -> None:
+    declared = stage("one", 8), stage("two", 8, reset_reference=True, reset_optimizer="moments")
+    config = tiny_config(stages=declared, resets__reference=False, resets__optimizer="all")
+    plan = _plan(stages(config)[1], config, Compute())
+    assert set(plan.resets) == {(False, "all"), (True, "moments"), (True, "all")}
 
 
 def test_a_mix_must_suffice_for_a_batch() -> None:

@@ -26,7 +26,17 @@ def test_resets_and_alarms_look_at_the_same_step_and_a_reset_empties_both_baseli
         (True, [], ()),
         (False, [], (0.4,)),
     ]
-    assert state.control.memories["kl_spike"] == (0.4,)
+    assert state.control.memories["kl_spike"] == (0.0, 0.4)
+
+
+def test_a_reset_that_leaves_the_reference_empties_neither_baseline_of_kl() -> None:
+    config = tiny_config(resets__reference=False, resets__at_steps=(2,))
+    config.resets.kl_spike.on, config.alarms.kl_spike.action = True, "log"
+    state = Watch()
+    for step in (1, 2):
+        state, _ = watch.observe(watch.make_rules(config)[0], state, step, {KL: 0.1})
+    assert state.control.due(2)
+    assert (state.control.memories["kl_spike"], state.alarms.memories["kl_spike"]) == ((0.0, 0.1, 0.1), (0.1, 0.1))
 
 
 def test_a_person_may_always_ask() -> None:

@@ -44,7 +44,7 @@ EVENTS: dict[str, tuple[str, str]] = {
         "before {metric: value in the step before}",
     ),
     "reset_effect": ("the first step after a reset", "trigger, before {metric: value in the step before}, after {metric: value}"),
-    "alarm": ("an alarm begins to ring", "alarm, action, reason, statistics {name: value}"),
+    "alarm": ("an alarm begins to ring", "alarm, action, reason, statistics {name: value} (time_statistics of stalled_engine)"),
     "drop": ("groups without a signal left the batch", "prompt_ids, all_correct?, all_wrong?"),
     "refill": ("more prompts drawn to fill the batch", "round, prompts (count)"),
     "cap_reached": ("no more prompts may be drawn this step", "drawn, kept, wanted"),

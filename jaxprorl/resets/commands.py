@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxprorl.errors import ConfigError
+from jaxprorl.errors import ConfigError, DataError
 from jaxprorl.monitoring import jsonl
+from jaxprorl.run_folder import RunFolder, read_config
 
 WAITING = "command.json"
 TAKEN = "commands.jsonl"
@@ -32,16 +33,19 @@ def request(run: Path, command: Command) -> Path:
     """Leaves the command for the run; returns the file. It is there whole or not at all.
 
     Raises:
-        ConfigError: no run there, it takes no commands (or has no stages), or one is waiting already.
+        ConfigError: no run there, it is over, it takes no commands (or has no stages), or one is waiting already.
+        DataError: its config.json is torn, or of another version.
     """
-    file = run / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"--run {run}: no run there (it has no config.json)")
-    config = json.loads(file.read_text(encoding="utf-8"))
-    if not config["resets"]["manual"]:
+    config = read_config(run)
+    if not config.resets.manual:
         raise ConfigError(f"--run {run}: it takes no commands (resets.manual = False)")
-    if command.kind == "next_stage" and not config["stages"]:
+    if command.kind == "next_stage" and not config.stages:
         raise ConfigError(f"--run {run}: it has no stages (stages is empty)")
+    if is_finished(run):
+        raise ConfigError(
+            f"--run {run}: the run is over (summary.json), nothing would take the command; start it with more steps first, and give the "
+            "command once a step of those is done"
+        )
     path, temporary = run / WAITING, run / f".{WAITING}.{uuid.uuid4().hex}"
     with temporary.open("w", encoding="utf-8") as out:
         json.dump({"id": uuid.uuid4().hex, "kind": command.kind, "reason": command.reason}, out)
@@ -54,6 +58,18 @@ def request(run: Path, command: Command) -> Path:
     finally:
         temporary.unlink()
     return path
+
+
+def is_finished(run: Path) -> bool:
+    """True for a run that has its summary, and no step after it: an extended run keeps the old one until it ends again."""
+    summary, metrics = RunFolder(run).summary, RunFolder(run).metrics
+    if not summary.is_file():
+        return False
+    try:
+        steps = int(json.loads(summary.read_text(encoding="utf-8"))["steps"])
+    except (ValueError, KeyError, TypeError):
+        raise DataError(f"{summary}: cannot be read as the summary of a run") from None
+    return not metrics.is_file() or len(jsonl.read(metrics)) <= steps
 
 
 def take_command(run: Path, step: int, warn: Callable[[str], None]) -> Command | None:

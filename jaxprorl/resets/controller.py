@@ -19,6 +19,7 @@ from jaxprorl.resets.triggers import (
     Firing,
     Level,
     Memory,
+    Onset,
     Signals,
     Stagnation,
     observe_all,
@@ -83,10 +84,15 @@ class Gate:
 
 @dataclass(frozen=True)
 class BlindController:
-    """Resets when any of its triggers fires. Nothing that it is made of, or given, can hold a validation result."""
+    """Resets when any of its triggers fires. Nothing that it is made of, or given, can hold a validation result.
+
+    Attributes:
+        reference: its resets are of the reference too, and so void what was measured against it.
+    """
 
     triggers: Mapping[str, BlindTrigger]
     gate: Gate
+    reference: bool = True
 
     def observe(self, state: ControllerState, signals: BlindSignals, command: str | None = None) -> tuple[ControllerState, list[Firing]]:
         """Looks at one step's signals, and at the reason of a person's command. Returns the state, and all firings, held back or not."""
@@ -125,33 +131,49 @@ def settle(
     chosen = next((firing for firing in firings if firing.reads == "person" or not held), None)
     if chosen is None:
         return replace(state, memories=dict(memories), decision=None), list(firings)
-    cleared = {name for name, trigger in triggers_of(controller).items() if trigger.cleared}
-    kept = {name: () if name in cleared else memory for name, memory in memories.items()}
+    void = voided(controller, blind.reference)
+    kept = {name: () if name in void else memory for name, memory in memories.items()}
     also = tuple(firing.trigger for firing in firings if firing is not chosen)
     decision = Decision(chosen, also, gauges(signals.training))
     return ControllerState(kept, state.resets + 1, signals.step, decision), list(firings)
 
 
 def begin_stage(
-    controller: Controller, state: ControllerState, step: int, changed: bool, reset: Firing | None, before: Mapping[str, float]
+    controller: Controller,
+    state: ControllerState,
+    step: int,
+    changed: bool,
+    reset: Firing | None,
+    before: Mapping[str, float],
+    reference: bool,
 ) -> ControllerState:
     """The state for a stage whose first step is `step`.
 
     Args:
         controller: of the stage.
         changed: it changes fields: nothing that was remembered of earlier steps need hold any more.
-        reset: of the stage itself. It counts like any other and takes the place of one that a trigger decided on for this boundary.
+        reset: of the stage itself. It counts like any other. One that was decided on for this boundary already becomes a part of it.
         before: `gauges` of the step before.
+        reference: what is reset here has the reference in it.
     """
     memories = {} if changed else dict(state.memories)
     if reset is None:
         return replace(state, memories=memories)
-    for name, trigger in triggers_of(controller).items():
-        if trigger.cleared:
-            memories.pop(name, None)
-    replaced = state.due(step)
-    also = (replaced.firing.trigger, *replaced.also) if replaced else ()
-    return ControllerState(memories, state.resets + (replaced is None), step, Decision(reset, also, before))
+    for name in voided(controller, reference):
+        memories.pop(name, None)
+    joined = state.due(step)
+    also = (joined.firing.trigger, *joined.also) if joined else ()
+    return ControllerState(memories, state.resets + (joined is None), step, Decision(reset, also, before))
+
+
+def voided(controller: Controller, reference: bool) -> set[str]:
+    """Triggers whose memory a reset makes void: of validation any, of KL one that has the reference in it."""
+    return {name for name, trigger in triggers_of(controller).items() if trigger.cleared and (reference or trigger.reads == "validation")}
+
+
+def resets_reference(controller: Controller) -> bool:
+    """True when the resets that it decides on are of the reference too."""
+    return controller.blind.reference if isinstance(controller, SightedController) else controller.reference
 
 
 def gauges(values: Mapping[str, float]) -> dict[str, float]:
@@ -180,18 +202,20 @@ def make_controller(config: ConfigDict) -> Controller:
     if r.every_steps:
         triggers["every_steps"] = EverySteps(r.every_steps)
     if kl.on:
-        triggers["kl_spike"] = Level(kl.metric, kl.window, above=kl.above or None, z_above=kl.z or None, all_of=kl.both, cleared=True)
+        triggers["kl_spike"] = Onset(
+            Level(kl.metric, kl.window, above=kl.above or None, z_above=kl.z or None, all_of=kl.both, cleared=True)
+        )
     if entropy.on:
         fall = 1 - entropy.fall if entropy.fall else None
-        triggers["entropy_collapse"] = Level("entropy", entropy.window, below=entropy.floor or None, fall=fall)
+        triggers["entropy_collapse"] = Onset(Level("entropy", entropy.window, below=entropy.floor or None, fall=fall))
     if length.on:
-        triggers["length"] = Level("response_tokens.mean", length.window, rise=length.factor)
+        triggers["length"] = Onset(Level("response_tokens.mean", length.window, rise=length.factor))
     if repetition.on:
-        triggers["repetition"] = Level("repetition.ngram_share", above=repetition.above)
+        triggers["repetition"] = Onset(Level("repetition.ngram_share", above=repetition.above))
     if stops.on:
-        triggers["stop_collapse"] = Level("response.stop_share", below=stops.below)
-    triggers |= {f"alarm.{name}": alarm.trigger for name, alarm in alarms.make_alarms(config).items() if alarm.action == "reset"}
-    blind = BlindController(triggers, Gate(r.cooldown_steps, r.max_resets))
+        triggers["stop_collapse"] = Onset(Level("response.stop_share", below=stops.below))
+    triggers |= {f"alarm.{name}": Onset(alarm.trigger) for name, alarm in alarms.make_alarms(config).items() if alarm.action == "reset"}
+    blind = BlindController(triggers, Gate(r.cooldown_steps, r.max_resets), bool(r.reference))
     if r.blind or not r.validation.on:
         return blind
     v = r.validation

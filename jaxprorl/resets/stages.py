@@ -8,10 +8,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxprorl.recipe import Stage
+from ml_collections import ConfigDict
+
+from jaxprorl.recipe import Stage, larger
+from jaxprorl.resets.controller import Decision
 from jaxprorl.resets.triggers import Firing, Memory, Stagnation, Validation, reason_of
 
 RESET = "stage"  # the trigger of a reset at the start of a stage
+
+
+def what_resets(decision: Decision, config: ConfigDict, stage: Stage | None) -> tuple[bool, str]:
+    """Reference or not, and what of the optimizer: as `config.resets` says; as `stage` says if the reset is its own; both: all of it."""
+    asked = bool(config.resets.reference), str(config.resets.optimizer)
+    if stage is None or decision.firing.trigger != RESET:
+        return asked
+    own = stage.reset_reference, stage.reset_optimizer
+    return larger(own, asked) if decision.also else own
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ class Level:
         z_above: the value lies more than this many robust standard deviations above the baseline.
         rise, fall: the value is more than `rise` x, or less than `fall` x, the baseline's median.
         all_of: every test must hold, not any.
-        cleared: a reset empties the baseline (it makes no sense of what the metric was before).
+        cleared: a reset of the reference empties the baseline (it makes no sense of what the metric was before).
     """
 
     metric: str
@@ -123,7 +123,10 @@ class Level:
 
     def observe(self, memory: Memory, signals: BlindSignals) -> Observed:
         """`memory`: the last `window` observations, oldest first."""
-        value = observation(signals.training, self.metric)
+        return self.judge(memory, observation(signals.training, self.metric))
+
+    def judge(self, memory: Memory, value: float | None) -> Observed:
+        """The same of a value; None = there is none."""
         if value is None:
             return memory, None
         full = self.window > 0 and len(memory) == self.window
@@ -172,6 +175,27 @@ class Trend:
 
 
 @dataclass(frozen=True)
+class Onset:
+    """Fires when its rule begins to hold, and again only once the rule has ceased to hold in between: a level that lasts is one reason."""
+
+    rule: Level | Trend
+    reads: ClassVar = "training"
+
+    @property
+    def cleared(self) -> bool:
+        """As the rule's; it is then ready to fire again."""
+        return self.rule.cleared
+
+    def observe(self, memory: Memory, signals: BlindSignals) -> Observed:
+        """`memory`: 1 while the rule holds and else 0, then the rule's."""
+        if observation(signals.training, self.rule.metric) is None:
+            return memory, None
+        held, rest = memory[:1] == (1.0,), memory[1:]
+        rest, found = self.rule.observe(rest, signals)
+        return (float(found is not None), *rest), None if held else found
+
+
+@dataclass(frozen=True)
 class Stagnation:
     """Fires when the last `patience` validations are, beyond noise, not better than the `patience` before them, or are worse.
 
@@ -214,7 +238,7 @@ class Stagnation:
         return memory, found if kind else None
 
 
-BlindTrigger = EverySteps | AtSteps | Level | Trend
+BlindTrigger = EverySteps | AtSteps | Level | Trend | Onset
 
 
 @dataclass(frozen=True)

@@ -78,9 +78,28 @@ def check_settings(config: ConfigDict) -> None:
     Raises:
         ConfigError: names the field and what would be right.
     """
-    rollout, c = config.rollout, config.rollout.vllm
+    c = config.rollout.vllm
     if sys.platform != "linux":
         raise ConfigError(f"rollout.engine = 'vllm': its shared memory needs Linux, this is {sys.platform}; use 'jax'")
+    check_shares(config)
+    if not all(isinstance(name, str) and name for name in c.devices):
+        raise ConfigError(f"rollout.vllm.devices = {tuple(c.devices)}: each is a text, CUDA_VISIBLE_DEVICES of a worker, e.g. ('0', '1')")
+    if c.devices and len(c.devices) != c.workers:
+        raise ConfigError(f"rollout.vllm.devices = {tuple(c.devices)}: name one for each of the {c.workers} workers, or none")
+    platform = vllm_platform(c.python)
+    if c.devices and platform != "gpu":
+        raise ConfigError(f"rollout.vllm.devices = {tuple(c.devices)}: the vLLM of {c.python} runs on {platform}, which has none; use ()")
+    if platform == "cpu" and c.block_tokens % CPU_BLOCK_TOKENS:
+        raise ConfigError(f"rollout.vllm.block_tokens = {c.block_tokens}: on CPU it must be a multiple of {CPU_BLOCK_TOKENS}")
+
+
+def check_shares(config: ConfigDict) -> None:
+    """Checks what the slots and limits of a stage, or of a run without stages, ask of the workers.
+
+    Raises:
+        ConfigError: names the field and what would be right.
+    """
+    rollout, c = config.rollout, config.rollout.vllm
     if rollout.min_response_tokens:
         raise ConfigError(
             f"rollout.min_response_tokens = {rollout.min_response_tokens} with rollout.engine = 'vllm': vLLM takes the stop ids away "
@@ -88,21 +107,12 @@ def check_settings(config: ConfigDict) -> None:
         )
     if rollout.slots % c.workers:
         raise ConfigError(f"rollout.vllm.workers = {c.workers}: must divide rollout.slots = {rollout.slots}, which the workers share")
-    if not all(isinstance(name, str) and name for name in c.devices):
-        raise ConfigError(f"rollout.vllm.devices = {tuple(c.devices)}: each is a text, CUDA_VISIBLE_DEVICES of a worker, e.g. ('0', '1')")
-    if c.devices and len(c.devices) != c.workers:
-        raise ConfigError(f"rollout.vllm.devices = {tuple(c.devices)}: name one for each of the {c.workers} workers, or none")
     longest = RECORD_BYTES + max(4 * rollout.max_prompt_tokens, 8 * rollout.max_response_tokens)
     if c.ring_mb * 1e6 < RING_RECORDS * longest:
         raise ConfigError(
             f"rollout.vllm.ring_mb = {c.ring_mb}: the longest request or completion takes {longest} bytes, {RING_RECORDS} must find room, "
             f"so use {RING_RECORDS * longest / 1e6:.3f} or more"
         )
-    platform = vllm_platform(c.python)
-    if c.devices and platform != "gpu":
-        raise ConfigError(f"rollout.vllm.devices = {tuple(c.devices)}: the vLLM of {c.python} runs on {platform}, which has none; use ()")
-    if platform == "cpu" and c.block_tokens % CPU_BLOCK_TOKENS:
-        raise ConfigError(f"rollout.vllm.block_tokens = {c.block_tokens}: on CPU it must be a multiple of {CPU_BLOCK_TOKENS}")
 
 
 def check_model(config: ConfigDict, model: ModelShape) -> None:

@@ -213,3 +213,15 @@ def test_the_command_rebuilds_report_and_tensorboard_without_jax(run):
     missing = subprocess.run([*command[:-1], str(run / "none")], capture_output=True, text=True, timeout=120, check=False)
     assert missing.returncode == 2
     assert "no run folder" in missing.stderr
+
+
+def test_the_signal_that_each_reset_saw_is_told(run):
+    saw = {21: "step", 22: "training", 23: "validation", 24: "person"}
+    with EventLog(run / "events.jsonl") as log:
+        for step, signals in saw.items():
+            log.append(step, "reset", reason=f"reason {step}", signals=signals, blind=signals != "validation")
+    rows = re.findall(r"<tr>.*?</tr>", render(run), re.DOTALL)
+    for step, signals in saw.items():
+        (row,) = [Page(row).text for row in rows if f"reason {step}" in row]
+        assert [name for name in saw.values() if f"signals: {name}" in row] == [signals], row
+        assert f"blind: {'no' if signals == 'validation' else 'yes'}" in row

@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 from factories import tiny_config
 
-from jaxprorl.config import ALARMS
+from jaxprorl.config import ALARMS, validate
+from jaxprorl.errors import ConfigError
 from jaxprorl.monitoring.alarms import AlarmState, from_json, make_alarms, observe
 from jaxprorl.resets.controller import ControllerState, make_controller
 from jaxprorl.resets.triggers import blind_signals
 from jaxprorl.watch import control
 
 KL = "kl.k3_median"
+SPEED = "time.completion_tokens_per_s"
 
 
 def config(**alarms: Any) -> Any:
@@ -25,7 +27,8 @@ def acted(settings: Any, rows: Sequence[Mapping[str, float]]) -> list[tuple[int,
     """(step whose metrics they are, alarm); the state goes through JSON after every step."""
     state, found = AlarmState(), []
     for step, row in enumerate(rows):
-        state, firings = observe(make_alarms(settings), state, blind_signals(step + 1, row))
+        speed = row.get("time.completion_tokens_per_s")
+        state, firings = observe(make_alarms(settings), state, blind_signals(step + 1, row), speed=speed)
         state = from_json(json.loads(json.dumps(dataclasses.asdict(state))))
         found += [(step, firing.trigger) for firing in firings]
     return found
@@ -47,6 +50,10 @@ def test_all_are_off_unless_switched_on_and_their_names_are_known() -> None:
         ("skipped_updates", {}, [{"updates.skipped": x} for x in (0, 0, 1)], [2]),
         ("zero_spread", {}, [{"groups.zero_spread_share": x} for x in (0.9, 1.0)], [1]),
         ("repetition", {}, [{"repetition.ngram_share": x} for x in (0.1, 0.9)], [1]),
+        ("unique_tokens", {}, [{"repetition.unique_share": x} for x in (0.9, 0.2, 0.19, 0.1, 0.5, 0.1)], [2, 5]),
+        ("unique_tokens", {}, [{"repetition.unique_share": x} for x in (0.9, 0.5, 0.2)], []),
+        ("stalled_engine", {"window": 3}, [{SPEED: x} for x in (100, 1, 100, 100, 51, 49, 40, 100, 20)], [5, 8]),
+        ("stalled_engine", {"window": 3}, [{SPEED: x} for x in (100, 90, 80, 70, 60, 50)], []),
         ("grader_errors", {}, [{"grader.error_share": x} for x in (0.0, 0.01, 0.02)], [2]),
         ("mismatch_trend", {"window": 5, "z": 2.0, "slope": 0.5}, [{"mismatch.mean": x} for x in (1, 2, 3, 4, 5)], [4]),
         ("mismatch_trend", {"window": 5, "z": 2.0, "slope": 0.5}, [{"mismatch.mean": x} for x in (1, 1, 1, 1, 50)], []),
@@ -67,7 +74,17 @@ def test_one_that_stops_a_run_stops_it_again_as_long_as_it_rings() -> None:
     assert acted(config(entropy_collapse={"action": "stop"}), rows) == [(1, "entropy_collapse"), (2, "entropy_collapse")]
 
 
-def test_no_alarm_sees_validation_or_the_clock() -> None:
+def test_the_one_that_reads_the_clock_resets_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"alarms\.stalled_engine\.action = 'reset': choose one of off, log, pause, stop"):
+        validate(config(stalled_engine={"action": "reset"}))
+    alarms = make_alarms(config(**{name: {"action": "log"} for name in ALARMS}))
+    assert [name for name, alarm in alarms.items() if alarm.reads_clock] == ["stalled_engine"]
+    _, firings = observe(alarms, AlarmState({"stalled_engine": (100.0,) * 20}), blind_signals(1, {}), speed=10.0)
+    assert [(firing.trigger, firing.reads) for firing in firings] == [("stalled_engine", "clock")]
+    assert not any(character.isdigit() for character in firings[0].reason.replace("0.5", "")), "no measured time in the reason"
+
+
+def test_no_alarm_sees_validation_or_a_step_time() -> None:
     settings = config(**{name: {"action": "log"} for name in ALARMS})
     clean = [{KL: 0.1, "entropy": 1.0}] * 3
     assert acted(settings, [row | {"validation.solve_rate": 1e9, "time.step_s": 1e9} for row in clean]) == acted(settings, clean) == []
@@ -85,7 +102,7 @@ def test_the_action_reset_is_a_trigger_under_the_same_cool_down() -> None:
     settings.resets.cooldown_steps = 3
     rules, state, found = make_controller(settings), ControllerState(), []
     assert list(rules.triggers) == ["alarm.zero_spread"]
-    for step in range(1, 8):
-        state, _ = control(rules, state, step, {"groups.zero_spread_share": 1.0, "repetition.ngram_share": 1.0})
+    for step, share in enumerate((1.0, 1.0, 0.1, 1.0, 1.0, 1.0, 0.1, 1.0), start=1):
+        state, _ = control(rules, state, step, {"groups.zero_spread_share": share, "repetition.ngram_share": 1.0})
         found += [step] if state.due(step) else []
-    assert found == [1, 4, 7]
+    assert found == [1, 4, 8], "once each time that it begins to ring"

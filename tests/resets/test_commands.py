@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxprorl.errors import ConfigError
+from jaxprorl.errors import ConfigError, DataError
 from jaxprorl.monitoring import jsonl
 from jaxprorl.resets.commands import TAKEN, WAITING, Command, request, take_command
 
@@ -99,6 +99,31 @@ def test_commands_go_only_to_runs_that_take_them(run: Path, tmp_path: Path) -> N
         request_reset(tmp_path / "nowhere", "x")
     (run / "config.json").write_text(json.dumps({"resets": {"manual": False}, "stages": []}))
     with pytest.raises(ConfigError, match=r"resets\.manual = False"):
+        request_reset(run, "x")
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"resets": {"manu', "[]", '{"resets": {"manual": true}}', '{"stages": []}', '{"resets": true, "stages": []}']
+)
+def test_a_config_that_is_torn_or_no_runs_is_refused(run: Path, text: str) -> None:
+    (run / "config.json").write_text(text)
+    with pytest.raises(DataError, match=r"config\.json: "):
+        request_reset(run, "x")
+    assert [file.name for file in run.iterdir()] == ["config.json"]
+
+
+def test_a_run_that_is_over_takes_no_command_until_it_goes_on(run: Path) -> None:
+    (run / "summary.json").write_text('{"steps": 2}')
+    (run / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    with pytest.raises(ConfigError, match=r"the run is over \(summary\.json\).*start it with more steps first"):
+        request_reset(run, "x")
+    assert not (run / WAITING).exists()
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 2}\n')
+    assert request_reset(run, "x").is_file(), "it was given more steps, its old summary is still there"
+    (run / WAITING).unlink()
+    (run / "summary.json").write_text('{"ste')
+    with pytest.raises(DataError, match=r"summary\.json: "):
         request_reset(run, "x")
 
 

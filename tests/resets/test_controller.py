@@ -82,6 +82,43 @@ def test_the_cool_down_counts_from_the_last_reset() -> None:
     assert steps(at_steps=(3, 7, 8, 12, 13), cooldown_steps=5) == [3, 8, 13]
 
 
+LASTING = {  # changes of `resets`, the metric, a value in order, a value that is not
+    "entropy_collapse": (
+        {"entropy_collapse__on": True, "entropy_collapse__floor": 0.2, "entropy_collapse__fall": 0.0},
+        "entropy",
+        1.0,
+        0.15,
+    ),
+    "length": ({"length__on": True, "length__window": 5}, "response_tokens.mean", 10.0, 30.0),
+    "repetition": ({"repetition__on": True}, "repetition.ngram_share", 0.1, 0.9),
+    "stop_collapse": ({"stop_collapse__on": True}, "response.stop_share", 1.0, 0.2),
+}
+
+
+@pytest.mark.parametrize("name", LASTING)
+def test_a_level_that_lasts_is_one_reset_and_the_next_comes_once_it_has_been_left(name: str) -> None:
+    changes, metric, good, bad = LASTING[name]
+    rules = controller(**changes)
+
+    def when(values: Sequence[float | None]) -> list[int]:
+        return [step for step, _ in resets(play(rules, [{} if value is None else {metric: value} for value in values]))]
+
+    assert when([good] * 100) == []
+    assert when([good] * 30 + [bad] * 71) == [31]
+    assert when([good] * 30 + [bad] * 3 + [None] * 2 + [bad] + [good] * 8 + [bad] * 3) == [31, 45], "what is absent leaves no level"
+
+
+def test_a_level_that_begins_while_it_is_held_back_is_lost_until_it_begins_again() -> None:
+    rules = controller(at_steps=(1,), cooldown_steps=5, repetition__on=True)
+    rows = [{"repetition.ngram_share": share} for share in (0.1, 0.1, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.1, 0.9)]
+    assert resets(play(rules, rows)) == [(1, "at_steps"), (10, "repetition")]
+
+
+def test_a_reset_that_empties_a_baseline_makes_its_trigger_ready_again() -> None:
+    rules = controller(at_steps=(4,), kl_spike__on=True, kl_spike__above=1.0, kl_spike__z=0.0)
+    assert resets(play(rules, [{KL: value} for value in (0.1, 2.0, 0.1, 0.1, 2.0)])) == [(2, "kl_spike"), (4, "at_steps"), (5, "kl_spike")]
+
+
 def test_the_maximum_holds_back_triggers_and_no_person() -> None:
     rules = controller(every_steps=2, max_resets=2, cooldown_steps=1)
     assert resets(play(rules, [{}] * 10)) == [(2, "every_steps"), (4, "every_steps")]
@@ -114,9 +151,17 @@ def test_a_decision_tells_what_it_saw_and_how_things_were() -> None:
 def test_a_reset_empties_the_baselines_that_it_makes_void() -> None:
     rules = controller(at_steps=(4,), kl_spike__on=True, entropy_collapse__on=True)
     states = play(rules, [{KL: 0.1, "entropy": 1.0}] * 5)
-    assert states[2].memories == {"at_steps": (), "kl_spike": (0.1,) * 3, "entropy_collapse": (1.0,) * 3}
-    assert states[3].memories == {"at_steps": (), "kl_spike": (), "entropy_collapse": (1.0,) * 4}
-    assert states[4].memories["kl_spike"] == (0.1,)
+    assert states[2].memories == {"at_steps": (), "kl_spike": (0.0, *[0.1] * 3), "entropy_collapse": (0.0, *[1.0] * 3)}
+    assert states[3].memories == {"at_steps": (), "kl_spike": (), "entropy_collapse": (0.0, *[1.0] * 4)}
+    assert states[4].memories["kl_spike"] == (0.0, 0.1)
+
+
+def test_a_reset_that_leaves_the_reference_leaves_what_was_measured_against_it() -> None:
+    rules = controller(reference=False, at_steps=(4,), kl_spike__on=True, blind=False, validation__on=True)
+    rows = [{KL: 0.1, "validation.solve_rate": 0.5, "validation.items": 10}] * 4
+    states = play(rules, rows)
+    assert states[3].due(4) and states[3].memories["kl_spike"] == (0.0, *[0.1] * 4)
+    assert states[2].memories["validation"] == (5, 10) * 3 and states[3].memories["validation"] == ()
 
 
 def test_a_state_that_went_through_json_in_the_middle_goes_on_as_if_nothing_had_happened() -> None:
@@ -148,7 +193,7 @@ def test_by_types_a_blind_controller_has_no_way_in_for_validation_results() -> N
     assert typing.get_type_hints(BlindController.observe)["signals"] is BlindSignals
     assert not issubclass(Signals, BlindSignals)
     hints = typing.get_type_hints(BlindController)
-    assert hints == {"triggers": Mapping[str, triggers.BlindTrigger], "gate": Gate}
+    assert hints == {"triggers": Mapping[str, triggers.BlindTrigger], "gate": Gate, "reference": bool}
     for kind in typing.get_args(triggers.BlindTrigger):
         assert typing.get_type_hints(kind.observe)["signals"] is BlindSignals
         assert kind.reads in ("step", "training")

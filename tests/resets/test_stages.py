@@ -12,7 +12,7 @@ from jaxprorl import watch as watching
 from jaxprorl.monitoring.alarms import AlarmState
 from jaxprorl.recipe import stages
 from jaxprorl.resets.controller import ControllerState, begin_stage, make_controller
-from jaxprorl.resets.stages import RESET, BlindEnd, SightedEnd, StageState, from_json, make_ends, observe
+from jaxprorl.resets.stages import RESET, BlindEnd, SightedEnd, StageState, from_json, make_ends, observe, what_resets
 from jaxprorl.resets.triggers import Firing, Stagnation, Validation
 from jaxprorl.watch import Watch
 
@@ -120,27 +120,60 @@ REMEMBERED = {"kl_spike": (0.1,), "entropy_collapse": (1.0,)}
 
 def test_a_stage_without_a_reset_leaves_the_triggers_as_they_are_unless_it_changes_something() -> None:
     state = ControllerState(REMEMBERED, 1, 4, None)
-    assert begin_stage(RULES, state, 6, False, None, {}) == state
-    assert begin_stage(RULES, state, 6, True, None, {}) == ControllerState({}, 1, 4, None), "what was measured in another setting is void"
+    assert begin_stage(RULES, state, 6, False, None, {}, False) == state
+    assert begin_stage(RULES, state, 6, True, None, {}, False) == ControllerState({}, 1, 4, None), (
+        "what was measured in another setting is void"
+    )
 
 
 def test_a_stages_reset_counts_and_empties_what_resets_empty() -> None:
-    after = begin_stage(RULES, ControllerState(REMEMBERED, 1, 4, None), 8, False, OWN, {KL: 0.5})
+    after = begin_stage(RULES, ControllerState(REMEMBERED, 1, 4, None), 8, False, OWN, {KL: 0.5}, True)
     assert (after.memories, after.resets, after.last_reset) == ({"entropy_collapse": (1.0,)}, 2, 8)
     decision = after.due(8)
     assert decision and (decision.firing, decision.also, decision.before) == (OWN, (), {KL: 0.5})
-    assert begin_stage(RULES, ControllerState(REMEMBERED, 1, 4, None), 8, True, OWN, {}).memories == {}
+    assert begin_stage(RULES, ControllerState(REMEMBERED, 1, 4, None), 8, True, OWN, {}, True).memories == {}
+    left = begin_stage(RULES, ControllerState(REMEMBERED, 1, 4, None), 8, False, OWN, {}, False)
+    assert left.memories == REMEMBERED, "KL to a reference that stays is what it was"
 
 
-def test_a_stages_reset_takes_the_place_of_a_triggers_at_the_same_boundary() -> None:
+def test_a_stages_reset_and_a_triggers_at_the_same_boundary_are_one() -> None:
     before, _ = watching.control(RULES, ControllerState(REMEMBERED, 1, 4, None), 8, {KL: 0.2})
     assert before.due(8) and before.resets == 2
-    after = begin_stage(RULES, before, 8, True, OWN, {KL: 0.2})
+    after = begin_stage(RULES, before, 8, True, OWN, {KL: 0.2}, True)
     decision = after.due(8)
     assert decision and (decision.firing.trigger, decision.also) == (RESET, ("every_steps",))
     assert after.resets == 2, "it is one reset"
-    kept = begin_stage(RULES, before, 8, True, None, {}).due(8)
+    kept = begin_stage(RULES, before, 8, True, None, {}, False).due(8)
     assert kept and kept.firing.trigger == "every_steps", "without one of its own, the stage begins with the trigger's"
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "both"),
+    [
+        ((True, "none"), (True, "all"), (True, "all")),
+        ((True, "all"), (False, "moments"), (True, "all")),
+        ((True, "none"), (False, "moments_and_bias"), (True, "moments_and_bias")),
+        ((False, "moments"), (True, "none"), (True, "moments")),
+    ],
+)
+@pytest.mark.parametrize("trigger", ["manual", "every_steps"])
+def test_a_reset_that_joins_a_stages_is_not_lost(
+    own: tuple[bool, str], asked: tuple[bool, str], both: tuple[bool, str], trigger: str
+) -> None:
+    declared = stage("one", 8), stage("two", 8, reset_reference=own[0], reset_optimizer=own[1])
+    config = tiny_config(
+        stages=declared, resets__every_steps=8 if trigger == "every_steps" else 0, resets__reference=asked[0], resets__optimizer=asked[1]
+    )
+    rules, two = watching.make_rules(config)[1], stages(config)[1]
+    watch = watching.observe_stage(rules, Watch(), 0, 8, {})
+    alone = watching.begin_stage(rules, watch, False, OWN, own[0]).control.due(8)
+    assert alone and what_resets(alone, config, two) == own
+    watch, _ = watching.observe(rules, watch, 8, {}, "odd" if trigger == "manual" else None)
+    decided = watch.control.due(8)
+    assert decided and decided.firing.trigger == trigger and what_resets(decided, config, stages(config)[0]) == asked
+    joined = watching.begin_stage(rules, watch, False, OWN, own[0]).control.due(8)
+    assert joined and joined.firing.trigger == RESET and joined.also == (trigger,)
+    assert what_resets(joined, config, two) == both
 
 
 def test_alarms_forget_what_is_void_and_go_on_ringing() -> None:
@@ -148,11 +181,12 @@ def test_alarms_forget_what_is_void_and_go_on_ringing() -> None:
     alarms = AlarmState({"kl_spike": (0.1,), "mismatch_trend": (0.2,)}, ("kl_spike",))
     ended = Watch(ControllerState(), alarms, StageState((1.0, 2.0), Firing(8, "steps", "step", "", {}), {KL: 0.1}))
 
-    def after(changed: bool, reset: Firing | None) -> AlarmState:
-        return watching.begin_stage(rules, ended, changed, reset).alarms
+    def after(changed: bool, reset: Firing | None, reference: bool = False) -> AlarmState:
+        return watching.begin_stage(rules, ended, changed, reset, reference).alarms
 
     assert after(False, None) == alarms
-    assert after(False, OWN) == AlarmState({"mismatch_trend": (0.2,)}, ("kl_spike",))
+    assert after(False, OWN) == alarms
+    assert after(False, OWN, True) == AlarmState({"mismatch_trend": (0.2,)}, ("kl_spike",))
     assert after(True, None) == AlarmState({}, ("kl_spike",))
     assert watching.begin_stage(rules, ended, True, None).stage == StageState()
 

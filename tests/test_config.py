@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 
 from configs import prorl_v1, prorl_v2
 from jaxprorl import config as config_module
+from jaxprorl import fields
 from jaxprorl.algorithms.advantages import ADVANTAGES
 from jaxprorl.algorithms.correction import CORRECTIONS
 from jaxprorl.algorithms.filtering import FILTERS
@@ -67,7 +68,7 @@ def test_choices_are_those_of_the_tables() -> None:
         "resets.optimizer": OPTIMIZER_SETS,
     }
     for field, table in tables.items():
-        assert config_module.CHOICES[field] == tuple(table), field
+        assert fields.CHOICES[field] == tuple(table), field
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from factories import tiny_config
 
-from jaxprorl.config import ALARMS, validate
+from jaxprorl.config import validate
 from jaxprorl.errors import ConfigError
+from jaxprorl.fields import ALARMS
 from jaxprorl.monitoring.alarms import AlarmState, from_json, make_alarms, observe
 from jaxprorl.resets.controller import ControllerState, make_controller
 from jaxprorl.resets.triggers import blind_signals

@@ -142,7 +142,7 @@ def test_a_replay_holds_up_to_the_first_reset_that_differs(triggered: Path, unto
     first = resets_of(triggered)[0]["step"]
     without = replay(triggered, {"kl_spike": {"on": False}})
     assert (without.fired, without.differs_at) == ([], first)
-    assert "the run has a reset by kl_spike, with these triggers there is no reset" in without.difference
+    assert "the run has a reset by kl_spike (reference True, optimizer 'all'), with these triggers there is no reset" in without.difference
     earlier = replay(triggered, {"at_steps": [1, first]})
     assert earlier.differs_at == 1 and [f.firing.trigger for f in earlier.fired] == ["at_steps"]
     same = replay(triggered, {"at_steps": [first]})

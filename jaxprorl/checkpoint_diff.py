@@ -1,6 +1,7 @@
 """Two checkpoints compared: bookkeeping field by field, arrays leaf by leaf."""
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import numpy as np
 
 from jaxprorl.checkpoint import Host, read_host, restore_arrays
 
-CLOCK_FIELDS = ("run.rl_s", "run.rollout_s")  # seconds: reported only, never equal
+# Seconds, reported only and never equal, and the offsets of the logs, whose lines carry seconds.
+CLOCK_FIELDS = re.compile(r"run\.rl_s|run\.rollout_s|offsets\..*|surplus\.\d+\.scores\.\d+\.seconds")
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def compare(folder_a: Path, step_a: int, folder_b: Path, step_b: int) -> list[Di
 def compare_hosts(a: Host, b: Host) -> list[Difference]:
     """Differences of the bookkeeping."""
     left, right = _flat(dataclasses.asdict(a)), _flat(dataclasses.asdict(b))
-    names = [name for name in sorted(left.keys() | right.keys()) if name not in CLOCK_FIELDS and not name.startswith("offsets.")]
+    names = [name for name in sorted(left.keys() | right.keys()) if not CLOCK_FIELDS.fullmatch(name)]
     return [
         Difference(name, f"{left.get(name)!r} against {right.get(name)!r}", float("inf"))
         for name in names
@@ -75,6 +77,8 @@ def _leaves(tree: Any) -> dict[str, np.ndarray]:
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(tree, list | tuple):
+        tree = dict(enumerate(tree))
     if not isinstance(tree, dict):
         return {prefix.removesuffix("."): tree}
     return {name: leaf for key, value in tree.items() for name, leaf in _flat(value, f"{prefix}{key}.").items()}

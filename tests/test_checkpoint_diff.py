@@ -5,12 +5,13 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from factories import tiny_model
+from factories import random_groups, tiny_model
 from saved_states import CONFIG, HOST, new_state
 
 from jaxprorl.checkpoint import Checkpoints
 from jaxprorl.checkpoint_diff import compare, compare_arrays, compare_hosts
 from jaxprorl.errors import CheckpointError
+from jaxprorl.rollout.surplus import encode
 from jaxprorl.sharding.mesh import make_mesh
 
 
@@ -54,6 +55,16 @@ def test_bookkeeping_is_compared_field_by_field_without_the_clock_and_the_logs_b
         ("identity.data", "'d' against 'x'"),
         ("run.prompts_consumed", "17 against 18"),
     ]
+
+
+def test_of_surplus_groups_only_the_seconds_of_grading_may_differ() -> None:
+    group = random_groups(1)[0]
+    slower = dataclasses.replace(group, scores=tuple(dataclasses.replace(score, seconds=9.0) for score in group.scores))
+    better = dataclasses.replace(group, scores=(dataclasses.replace(group.scores[0], value=2.0), *group.scores[1:]))
+    host, same, other, none = (dataclasses.replace(HOST, surplus=encode(groups)) for groups in ([group], [slower], [better], []))
+    assert compare_hosts(host, same) == []
+    assert [difference.name for difference in compare_hosts(host, other)] == ["surplus.0.scores.0.value"]
+    assert len(compare_hosts(host, none)) > 10
 
 
 def test_two_checkpoints_are_compared_from_disk_the_worst_last(tmp_path: Path) -> None:

@@ -211,8 +211,8 @@ def run_process(script: str, experiment: str, changes: Sequence[str], log: Path)
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
         try:
             status = process.wait()
-        except BaseException:
-            process.wait()  # Ctrl-C reaches it as well
+        except BaseException:  # Ctrl-C, which reaches the process as well: it is waited for, then this goes on
+            process.wait()
             raise
         finally:
             for number, handler in before.items():

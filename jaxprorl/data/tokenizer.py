@@ -103,7 +103,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        value = tokenizer_config.get(name)
+        value = tokenizer_config.get(name)  # of tokenizer_config.json, a file of the model: it may lack the entry
         if isinstance(value, dict):  # an AddedToken written out
             value = value.get("content")
         if isinstance(value, str):
@@ -124,7 +124,7 @@ def _is_id(backend: tokenizers.Tokenizer, given: object) -> bool:
 
 def _adds_bos(backend: tokenizers.Tokenizer, bos_id: int, tokenizer_config: Mapping[str, Any]) -> bool:
     """What the config says; where it is silent, what the post-processor of tokenizer.json does (transformers 5 saves only that)."""
-    stated = tokenizer_config.get("add_bos_token")
+    stated = tokenizer_config.get("add_bos_token")  # the model's file need not state it
     return bos_id in backend.encode("").ids if stated is None else stated is True
 
 
@@ -165,7 +165,7 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str:
             return file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise DataError(f"{file}: not UTF-8 ({error})") from error
-    template = tokenizer_config.get("chat_template")
+    template = tokenizer_config.get("chat_template")  # newer models have it in a file of its own
     if isinstance(template, list):  # several named templates
         template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}.get("default")
     return template if isinstance(template, str) else ""

@@ -109,11 +109,11 @@ def create(folder: Path, run_folder: Path, role: str, number: int, size_bytes: i
     try:
         os.posix_fallocate(file, 0, size_bytes)
         mapped = mmap.mmap(file, size_bytes)
-    except BaseException as error:
+    except BaseException as error:  # also Ctrl-C: reserving gigabytes takes seconds, and the file would outlive this process
         path.unlink()
         os.close(file)
         if not isinstance(error, OSError):
-            raise  # Ctrl-C while pages are reserved
+            raise
         raise SharedMemoryError(
             f"{path}: {_megabytes(size_bytes)} cannot be reserved ({error.strerror}); {_megabytes(free_bytes(folder))} are free in {folder}"
         ) from error
@@ -166,7 +166,7 @@ def _new_file(folder: Path, stem: str) -> tuple[Path, int]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(file).st_nlink:
                     return path, file
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the file would outlive this process
             path.unlink(missing_ok=True)
             os.close(file)
             raise

@@ -78,7 +78,7 @@ def main(argument: str) -> NoReturn:
             worker.turn(commands)
         results.close()
         os._exit(0)
-    except BaseException:
+    except BaseException:  # also SystemExit of vLLM: whatever ends this process is told to the trainer first
         traceback.print_exc()
         results.set_state(ring.State.FAILED)
         results.write(encode(Failed(traceback.format_exc())), math.inf)

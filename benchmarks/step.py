@@ -167,7 +167,7 @@ def main(argv: list[str]) -> None:
             training.checkpoints.wait()
             report(
                 "jaxprorl", config.model.dtype, step_tokens(config), steps_s, ("jax", "jaxlib"), phases_s=phases_s,
-                peak_memory_bytes=peak_memory_bytes(), attention=training.compute.attention,
+                peak_memory_bytes=peak_memory_bytes(), attention=training.setting.compute.attention,
                 micro_batch_rows=config.batch.micro_batch_rows, devices=len(jax.devices()),
             )  # fmt: skip
 

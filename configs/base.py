@@ -135,6 +135,7 @@ def get_config() -> ConfigDict:
     c.batch.updates = 4  # optimizer updates per rollout batch (ProRL section 3.2: 256 / 64)
     c.batch.row_tokens = 96  # sequences are packed into rows of this length
     c.batch.packing = True  # several sequences share a row; False = one each, as "cudnn" attention needs
+    c.batch.share_prompts = True  # a row holds a group's prompt once for all its samples there; only with packing and "naive" attention
     c.batch.micro_batch_rows = 16  # rows per forward-backward; all devices together
 
     # Objective. Every choice, with formula and source, is in docs/algorithms.md; these are ProRL v1's where the paper tells.

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from jaxprorl.algorithms.advantages import advantages
 from jaxprorl.algorithms.kl import in_reward_kl
 from jaxprorl.algorithms.losses import aggregation_weights
-from jaxprorl.packing import Sample, assign_rows, pack
+from jaxprorl.packing import Sample, assign_rows, assign_shared_rows, most_rows, pack
 from jaxprorl.rollout.groups import graded, response_tokens, shaped
 from jaxprorl.sharding.mesh import replicated, token_sharding
 from jaxprorl.types import Group
@@ -20,18 +20,27 @@ INT_NAMES = ("tokens", "targets", "positions", "segment_ids", "sequence")
 FLOAT_NAMES = ("mask", "engine_logp")
 
 
-def micro_batches_per_update(config: ConfigDict) -> int:
-    """M: enough micro-batches for the largest mini-batch when every sequence needs a row of its own."""
-    groups = -(-config.batch.prompts // config.batch.updates)
-    return -(-groups * config.rollout.samples_per_prompt // config.batch.micro_batch_rows)
+def int_names(shared: bool) -> tuple[str, ...]:
+    """The integer arrays of a batch, [U, M, B, S]."""
+    return (*INT_NAMES, "context_ids") if shared else INT_NAMES
 
 
-def batch_shapes(config: ConfigDict, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def micro_batches_per_update(config: ConfigDict, shared: bool = False) -> int:
+    """M: enough micro-batches for the largest mini-batch of the longest sequences."""
+    batch, rollout = config.batch, config.rollout
+    groups, samples = -(-batch.prompts // batch.updates), rollout.samples_per_prompt
+    rows = groups * samples
+    if batch.packing:
+        rows = most_rows(groups, samples, rollout.max_prompt_tokens, rollout.max_response_tokens, batch.row_tokens, shared)
+    return -(-rows // batch.micro_batch_rows)
+
+
+def batch_shapes(config: ConfigDict, mesh: Mesh, shared: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and shardings of a batch, for compilation; see `host_batch`."""
     updates, whole = config.batch.updates, replicated(mesh)
-    shape = (updates, micro_batches_per_update(config), config.batch.micro_batch_rows, config.batch.row_tokens)
+    shape = (updates, micro_batches_per_update(config, shared), config.batch.micro_batch_rows, config.batch.row_tokens)
     rows = token_sharding(mesh, leading=2)
-    arrays = {name: jax.ShapeDtypeStruct(shape, "int32", sharding=rows) for name in INT_NAMES}
+    arrays = {name: jax.ShapeDtypeStruct(shape, "int32", sharding=rows) for name in int_names(shared)}
     arrays |= {name: jax.ShapeDtypeStruct(shape, "float32", sharding=rows) for name in FLOAT_NAMES}
     return arrays | {
         "micro_batches": jax.ShapeDtypeStruct((updates,), "int32", sharding=whole),
@@ -45,19 +54,20 @@ def per_sample_shape(config: ConfigDict, mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((config.batch.prompts, config.rollout.samples_per_prompt), "float32", sharding=replicated(mesh))
 
 
-def host_batch(config: ConfigDict, groups: Sequence[Group]) -> dict[str, np.ndarray]:
+def host_batch(config: ConfigDict, groups: Sequence[Group], shared: bool = False) -> dict[str, np.ndarray]:
     """Packs groups into mini-batches of nearly equal numbers of groups, in prompt order. Samples that do not count are left out.
 
     Args:
         groups: at most `batch.prompts`; with fewer than `batch.updates`, some updates stay empty.
+        shared: a row holds a group's prompt once (`Compute.shared_prompts`).
 
     Returns:
-        [U, M, B, S] arrays of U updates, M micro-batches of B rows: INT_NAMES, where `sequence` is the token's sample as p * N + n, and
-        FLOAT_NAMES; `micro_batches` [U], how many of the M are in use; `weight_PN`, of each response token of a sample in the loss, and
-        `denominator` [U], what the weighted sum is divided by.
+        [U, M, B, S] arrays of U updates, M micro-batches of B rows: `int_names`, where `sequence` is a response token's sample as
+        p * N + n, and FLOAT_NAMES; `micro_batches` [U], how many of the M are in use; `weight_PN`, of each response token of a sample in
+        the loss, and `denominator` [U], what the weighted sum is divided by.
     """
     updates, rows, row_tokens = config.batch.updates, config.batch.micro_batch_rows, config.batch.row_tokens
-    capacity, n = micro_batches_per_update(config), config.rollout.samples_per_prompt
+    capacity, n = micro_batches_per_update(config, shared), config.rollout.samples_per_prompt
     length_PN = np.zeros((config.batch.prompts, n), np.int64)  # 0 = not trained on
     if groups:
         length_PN[: len(groups)] = response_tokens(groups) * (graded(groups)[1] > 0)
@@ -65,16 +75,19 @@ def host_batch(config: ConfigDict, groups: Sequence[Group]) -> dict[str, np.ndar
     mini_batches, used = [], []
     for chosen in np.array_split(np.arange(len(groups)), updates):
         numbers = [int(p) * n + sample for p in chosen for sample in range(n) if length_PN[p, sample]]
-        samples = [_sample(groups[number // n], number % n) for number in numbers]
-        layout = assign_rows([sample.tokens for sample in samples], row_tokens, config.batch.packing)
-        packed = pack(samples, layout, capacity * rows, row_tokens, ("engine_logp",))
-        packed["sequence"] = _sequence(packed["segment_ids"], layout, numbers)
+        samples = [_sample(groups[number // n], number % n, number) for number in numbers]
+        if shared:
+            layout = assign_shared_rows(samples, row_tokens)
+        else:
+            layout = assign_rows([sample.tokens for sample in samples], row_tokens, config.batch.packing)
+        packed = pack(samples, layout, capacity * rows, row_tokens, ("engine_logp", "sequence"), shared)
+        packed["sequence"] = packed["sequence"].astype(np.int32)  # exact: there are less than 2^24 samples
         mini_batches.append({name: value.reshape(capacity, rows, row_tokens) for name, value in packed.items()})
         used.append(-(-len(layout) // rows))
         limit = config.rollout.max_response_tokens
         weight_PN[chosen], count_PN = aggregation_weights(config.algorithm.aggregation, length_PN[chosen], limit)
         denominators.append(count_PN.sum())
-    arrays = {name: np.stack([batch[name] for batch in mini_batches]) for name in (*INT_NAMES, *FLOAT_NAMES)}
+    arrays = {name: np.stack([batch[name] for batch in mini_batches]) for name in (*int_names(shared), *FLOAT_NAMES)}
     return arrays | {
         "micro_batches": np.array(used, np.int32),
         "denominator": np.array(denominators, np.float32),
@@ -82,9 +95,10 @@ def host_batch(config: ConfigDict, groups: Sequence[Group]) -> dict[str, np.ndar
     }
 
 
-def device_batch(config: ConfigDict, groups: Sequence[Group], mesh: Mesh) -> Batch:
+def device_batch(config: ConfigDict, groups: Sequence[Group], mesh: Mesh, shared: bool = False) -> Batch:
     """The batch on the devices."""
-    return jax.device_put(host_batch(config, groups), {name: shape.sharding for name, shape in batch_shapes(config, mesh).items()})
+    shapes = batch_shapes(config, mesh, shared)
+    return jax.device_put(host_batch(config, groups, shared), {name: shape.sharding for name, shape in shapes.items()})
 
 
 def batch_advantages(config: ConfigDict, groups: Sequence[Group], step: int, kl_sum_PN: jax.Array) -> np.ndarray:
@@ -104,14 +118,7 @@ def batch_advantages(config: ConfigDict, groups: Sequence[Group], step: int, kl_
     return advantage_PN
 
 
-def _sample(group: Group, sample: int) -> Sample:
+def _sample(group: Group, sample: int, number: int) -> Sample:
     completion = group.completions[sample]
-    return Sample(group.prompt.token_ids, completion.token_ids, {"engine_logp": completion.logprobs})
-
-
-def _sequence(segment_ids_RS: np.ndarray, layout: Sequence[Sequence[int]], numbers: Sequence[int]) -> np.ndarray:
-    """Number of the sample that each token belongs to; 0 in the padding, where nothing reads it."""
-    sequence_RS = np.zeros_like(segment_ids_RS)
-    for row, members in enumerate(layout):
-        sequence_RS[row] = np.array([0] + [numbers[index] for index in members])[segment_ids_RS[row]]
-    return sequence_RS
+    tokens = {"engine_logp": completion.logprobs, "sequence": np.full(len(completion.token_ids), number)}
+    return Sample(group.prompt.token_ids, completion.token_ids, tokens, group.prompt.prompt_id)

@@ -24,7 +24,7 @@ from jaxprorl.update import Batch, Fixed, Metrics, make_log_probs, make_train_st
 
 # What log-probs and updates do not read: these groups, and of `rollout` all but these fields. Stages that differ in it share programs.
 HOST_GROUPS = ("data", "filtering", "shaping", "resets", "stages", "rollout")
-ROLLOUT_FIELDS = ("samples_per_prompt", "temperature")
+ROLLOUT_FIELDS = ("samples_per_prompt", "temperature", "max_prompt_tokens", "max_response_tokens")
 What = tuple[bool, str]  # what a reset resets: `resets.reference`, `resets.optimizer`
 
 
@@ -111,7 +111,7 @@ def step_parts(
     """How the log-probs and the updates of a stage are compiled."""
     config = plan.config
     graphdef, whole = build(model_config, plan.compute), replicated(mesh)
-    batch, per_sample = batch_shapes(config, mesh), per_sample_shape(config, mesh)
+    batch, per_sample = batch_shapes(config, mesh, plan.compute.shared_prompts), per_sample_shape(config, mesh)
     gradients = moment_shardings(model_config, mesh, config.mesh.strategy)
     log_probs = make_log_probs(graphdef, config)
     names = jax.eval_shape(log_probs, state.params, state.reference, batch)[0]

@@ -30,6 +30,7 @@ class Setting:
 
     stage: Stage | None
     config: ConfigDict
+    compute: Compute
     rules: Rules
     prompts: tuple[Prompt, ...]
     engine: Engine
@@ -78,7 +79,13 @@ def make_settings(
     rules = make_rules(config)
     return {
         number: Setting(
-            declared[number], configs[number], rules[number], choose(prompts, configs[number].data.mix), chosen[number], executables
+            declared[number],
+            configs[number],
+            computes[number],
+            rules[number],
+            choose(prompts, configs[number].data.mix),
+            chosen[number],
+            executables,
         )
         for number, executables in zip(numbers, compiled, strict=True)
     }, exam

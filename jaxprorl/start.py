@@ -28,7 +28,7 @@ from jaxprorl.errors import CheckpointError, ConfigError
 from jaxprorl.evaluation.harness import evaluate
 from jaxprorl.model_folder import check_vocabulary
 from jaxprorl.models import hf
-from jaxprorl.models.compute import Compute, choose_compute
+from jaxprorl.models.compute import choose_compute
 from jaxprorl.models.qwen2 import Params, Qwen2Config, declarations, parameter_count
 from jaxprorl.monitoring import events
 from jaxprorl.monitoring.progress import Progress
@@ -65,7 +65,6 @@ class Training:
     mesh: Mesh
     tokenizer: Tokenizer
     model_config: Qwen2Config
-    compute: Compute
     splits: Splits
     exam_engine: Engine
     graders: GraderPool
@@ -162,7 +161,7 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         config, run.stage, splits.train, computes, model_config, mesh, open_engine, recorder, state, shardings, fresh=not run.step
     )
     training = Training(
-        settings, settings[run.stage], folder, mesh, tokenizer, model_config, computes[run.stage], splits, exam_engine,
+        settings, settings[run.stage], folder, mesh, tokenizer, model_config, splits, exam_engine,
         graders=stack.enter_context(grader_pool(config, config.reward, folder)),
         exam_graders=stack.enter_context(grader_pool(config, config.evaluation.reward or config.reward, folder)),
         checkpoints=checkpoints, recorder=recorder, state=state, run=run,
@@ -344,10 +343,10 @@ def params_digest(params: Params) -> str:
 
 def record_start(training: Training, cached: bool) -> None:
     """The first events of a run."""
-    config, recorder, splits = training.config, training.recorder, training.splits
+    config, recorder, splits, compute = training.config, training.recorder, training.splits, training.setting.compute
     recorder.event(
         0, "run_start", seed=config.seed, steps=config.steps, parameters=parameter_count(training.model_config), devices=len(jax.devices()),
-        attention=training.compute.attention, remat=training.compute.remat, identity=training.identity,
+        attention=compute.attention, remat=compute.remat, shared_prompts=compute.shared_prompts, identity=training.identity,
         start_digest=params_digest(training.state.params),
         versions={name: importlib.metadata.version(name) for name in VERSIONS},
     )  # fmt: skip

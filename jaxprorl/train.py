@@ -121,7 +121,7 @@ def run_stage(training: Training, preemption: Preemption) -> None:
         batch = rollout.finish()
         check_graders(training, step, batch)
         dispatched_s = time.perf_counter()
-        arrays = device_batch(config, batch.trained, training.mesh)
+        arrays = device_batch(config, batch.trained, training.mesh, setting.compute.shared_prompts)
         fixed, kl_sum_PN = setting.compiled.log_probs(state, arrays)
         advantage_PN = batch_advantages(config, batch.trained, step, kl_sum_PN)
         state, metrics = setting.compiled.train_step(state, arrays, fixed, advantage_PN)

@@ -43,7 +43,7 @@ QUANTILES = {
 def batch_log_probs(graphdef: nnx.GraphDef, params: Params, rows: Batch, temperature: float) -> tuple[jax.Array, jax.Array]:
     """logp_BS and entropy_BS of the response tokens of packed rows under `params`; 0 elsewhere."""
     model = nnx.merge(graphdef, params)
-    hidden_BSD = model(rows["tokens"], rows["positions"], rows["segment_ids"])
+    hidden_BSD = model(rows["tokens"], rows["positions"], rows["segment_ids"], rows.get("context_ids"))
     return token_log_probs(
         hidden_BSD, model.head(), rows["targets"], temperature, rows["mask"], model.compute.row_mesh, model.compute.table
     )

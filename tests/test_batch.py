@@ -19,7 +19,7 @@ def sequences(arrays: dict[str, np.ndarray], update: int) -> list[tuple[list[int
         for segment in range(1, segments.max() + 1):
             here = segments == segment
             learned = here & (rows["mask"][row] > 0)
-            (number,) = set(rows["sequence"][row][here].tolist())
+            (number,) = set(rows["sequence"][row][learned].tolist())
             found.append((rows["tokens"][row][here].tolist(), rows["targets"][row][learned].tolist(), number))
     return found
 
@@ -165,12 +165,13 @@ def test_without_packing_rows_hold_one_sequence_each_from_their_first_token_on()
         assert alone["micro_batches"][update] == 2  # two groups of four samples, four rows each
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("groups", [0, 1, 5])
 @pytest.mark.parametrize("strategy", ["dp", "fsdp"])
-def test_a_batch_has_the_shapes_and_shardings_that_were_compiled_for(groups: int, strategy: str) -> None:
+def test_a_batch_has_the_shapes_and_shardings_that_were_compiled_for(groups: int, strategy: str, shared: bool) -> None:
     config, mesh = tiny_config(batch__prompts=5, batch__updates=2), make_mesh(strategy)
-    shapes = batch_shapes(config, mesh)
-    arrays = device_batch(config, random_groups(groups), mesh)
+    shapes = batch_shapes(config, mesh, shared)
+    arrays = device_batch(config, random_groups(groups), mesh, shared)
     assert arrays.keys() == shapes.keys()
     for name, array in arrays.items():
         assert (array.shape, array.dtype) == (shapes[name].shape, shapes[name].dtype), name
@@ -188,7 +189,24 @@ def test_the_longest_possible_sequences_fit() -> None:
     assert arrays["mask"].sum() == 5 * 4 * 12
 
 
-def test_skewed_lengths_are_packed_with_little_padding() -> None:
+def test_samples_of_a_group_share_their_prompt() -> None:
+    # Rows of 20 tokens. The first group takes 2 of its prompt and four times 3: 14. One sample of the second fits behind it, with the
+    # prompt 5; the other three lie in the next row, with the prompt again: 11.
+    config = tiny_config(batch__updates=1, batch__row_tokens=20)
+    groups = [make_group(make_prompt(i, [i + 1, i + 2, i + 3]), [[10, 11]] * 4, [1, 0, 0, 0], [[-1, -2]] * 4) for i in range(2)]
+    arrays = host_batch(config, groups, shared=True)
+    assert arrays["tokens"][0, 0, 0].tolist() == [1, 2, *[3, 10, 11] * 4, 2, 3, 4, 10, 11, 0]
+    assert arrays["context_ids"][0, 0, 0].tolist() == [0, 0, *[1] * 12, 0, 0, 6, 6, 6, 0]
+    assert arrays["tokens"][0, 0, 1].tolist() == [2, 3, *[4, 10, 11] * 3, *[0] * 9]
+    learned = arrays["mask"] > 0
+    assert arrays["sequence"][learned].tolist() == [number for number in range(8) for _ in range(2)]
+    assert arrays["engine_logp"][learned].tolist() == [-1, -2] * 8
+    apart = host_batch(config, groups)
+    assert ((arrays["segment_ids"] > 0).sum(), (apart["segment_ids"] > 0).sum()) == (14 + 5 + 11, 8 * 5)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_skewed_lengths_are_packed_with_little_padding(shared: bool) -> None:
     # A mini-batch of ProRL: 64 prompts of 16 samples; lognormal lengths, cut at ten times the median, here 20 tokens.
     changes = {"max_prompt_tokens": 8, "max_response_tokens": 200, "samples_per_prompt": 16}
     config = tiny_config(**{f"rollout__{name}": value for name, value in changes.items()})
@@ -197,11 +215,15 @@ def test_skewed_lengths_are_packed_with_little_padding() -> None:
     lengths_PN = np.clip(np.round(20 * np.exp(0.9 * random.standard_normal((64, 16)))), 1, 200).astype(int)
     assert lengths_PN.max() == 200
     groups = [make_group(make_prompt(i, [1] * 8), [[2] * size for size in sizes], [0.0, 1.0] * 8) for i, sizes in enumerate(lengths_PN)]
-    arrays = host_batch(config, groups)
+    arrays = host_batch(config, groups, shared)
     computed = int(arrays["micro_batches"].sum()) * 16 * 208
     padding = 1 - (arrays["segment_ids"] > 0).sum() / computed
     print(f"padding: {padding:.3f}")
-    assert (arrays["segment_ids"] > 0).sum() == lengths_PN.sum() + 64 * 16 * 8
+    real = (arrays["segment_ids"] > 0).sum()
+    if shared:  # a sample brings one token of its prompt, and each row the other seven of a prompt or more
+        assert lengths_PN.sum() + 64 * (16 + 7) <= real < lengths_PN.sum() + 64 * 16 * 3
+    else:
+        assert real == lengths_PN.sum() + 64 * 16 * 8
     assert 0 <= padding <= 0.1
-    for name, shape in batch_shapes(config, make_mesh("dp")).items():
+    for name, shape in batch_shapes(config, make_mesh("dp"), shared).items():
         assert arrays[name].shape == shape.shape  # whatever the lengths, the shapes are those that were compiled

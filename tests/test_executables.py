@@ -13,9 +13,12 @@ from jaxprorl.start import abstract_params
 from jaxprorl.state import abstract_state, state_shardings
 
 # What log-probs and updates read, and what they do not, with another value.
-READ = {"rollout__samples_per_prompt": 2, "rollout__temperature": 1.0, "optimizer__learning_rate": 1e-3, "algorithm__clip_low": 0.1}
+READ = {
+    "rollout__samples_per_prompt": 2, "rollout__temperature": 1.0, "rollout__max_prompt_tokens": 6, "rollout__max_response_tokens": 8,
+    "optimizer__learning_rate": 1e-3, "algorithm__clip_low": 0.1,
+}  # fmt: skip
 NOT_READ = {
-    "rollout__max_response_tokens": 8, "rollout__slots": 32, "rollout__max_staleness": 3, "shaping__stopping": "overlong",
+    "rollout__slots": 32, "rollout__max_staleness": 3, "shaping__stopping": "overlong",
     "filtering__rule": "accuracy", "data__mix": ("a",), "resets__every_steps": 3,
 }  # fmt: skip
 

@@ -1,10 +1,12 @@
+import dataclasses
+
 import numpy as np
 import pytest
 from factories import PROPERTY
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxprorl.packing import Sample, assign_rows, pack
+from jaxprorl.packing import Sample, assign_rows, assign_shared_rows, most_rows, pack
 
 
 def sample(prompt: list[int], response: list[int]) -> Sample:
@@ -68,7 +70,80 @@ def test_the_mask_goes_by_lengths_so_a_stop_token_that_is_also_the_padding_is_le
     assert arrays["mask"].tolist() == [[0, 1, 1, 0, 0, 0]]
 
 
+def test_a_drawn_example_of_shared_prompts() -> None:
+    # The prompt 1 2 3 once without its 3, which begins both samples; then another group; in the second row the prompt again.
+    one, other = [sample([1, 2, 3], [4, 5]), sample([1, 2, 3], [6])], [sample([7], [8])]
+    samples = [*(dataclasses.replace(s, group=1) for s in one), *(dataclasses.replace(s, group=0) for s in other)]
+    arrays = pack([*samples, samples[1]], [[0, 1, 2], [3]], rows=2, row_tokens=10, shared=True)
+    expected = {
+        "tokens":      [[1, 2, 3, 4, 5, 3, 6, 7, 8, 0], [1, 2, 3, 6, 0, 0, 0, 0, 0, 0]],
+        "targets":     [[0, 0, 4, 5, 0, 6, 0, 8, 0, 0], [0, 0, 6, 0, 0, 0, 0, 0, 0, 0]],
+        "positions":   [[0, 1, 2, 3, 4, 2, 3, 0, 1, 0], [0, 1, 2, 3, 0, 0, 0, 0, 0, 0]],
+        "segment_ids": [[1, 1, 2, 2, 2, 3, 3, 5, 5, 0], [1, 1, 2, 2, 0, 0, 0, 0, 0, 0]],  # 4 is a prompt without a token
+        "context_ids": [[0, 0, 1, 1, 1, 1, 1, 4, 4, 0], [0, 0, 1, 1, 0, 0, 0, 0, 0, 0]],
+        "mask":        [[0, 0, 1, 1, 0, 1, 0, 1, 0, 0], [0, 0, 1, 0, 0, 0, 0, 0, 0, 0]],
+    }  # fmt: skip
+    assert arrays.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(arrays[name], np.array(value, arrays[name].dtype), err_msg=name)
+
+
+def test_groups_are_placed_where_their_prompt_is() -> None:
+    # Prompts of 4 (3 shared tokens). Group 0: 5, 2, 1 response tokens, group 1: 4, 3. Rows of 12.
+    # Group 0 has more tokens: its longest opens row 0 with 3 + 6 tokens, 3 are left: the one of 2 fits (3), that of 1 does not.
+    # It opens row 1: 3 + 2 used, 7 left. Group 1: 3 + 5 opens row 2, 4 left; the one of 3 needs 4 there.
+    samples = [dataclasses.replace(sample([9] * 4, [1] * size), group=group) for group, size in ((0, 5), (0, 2), (1, 4), (0, 1), (1, 3))]
+    assert assign_shared_rows(samples, 12) == [[0, 1], [3], [2, 4]]
+    assert assign_shared_rows([], 12) == []
+    with pytest.raises(ValueError, match="sequence 0 has 9 tokens, a row holds 8"):
+        assign_shared_rows(samples, 8)
+
+
 lengths = st.tuples(st.integers(1, 6), st.integers(0, 7))
+
+
+@PROPERTY
+@given(st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 7), min_size=1, max_size=6)), max_size=8), st.integers(13, 40))
+def test_shared_rows_hold_every_sample_beside_its_prompt(groups: list[tuple[int, list[int]]], row_tokens: int) -> None:
+    ids = iter(range(1, 1000))
+    prompts = [[next(ids) for _ in range(size)] for size, _ in groups]
+    samples = [
+        dataclasses.replace(sample(prompts[group], [next(ids) for _ in range(size)]), group=group)
+        for group, (_, sizes) in enumerate(groups)
+        for size in sizes
+    ]
+    layout = assign_shared_rows(samples, row_tokens)
+    assert sorted(index for row in layout for index in row) == list(range(len(samples)))
+    arrays = pack(samples, layout, len(layout), row_tokens, ["value"], shared=True)
+    for row, members in enumerate(layout):
+        segments, contexts, learned = (arrays[name][row] for name in ("segment_ids", "context_ids", "mask"))
+        own = [segment for segment in range(1, segments.max() + 1) if contexts[segments == segment].any()]
+        assert len(own) == len(members)
+        for segment, index in zip(own, members, strict=True):
+            here = segments == segment
+            (context,) = set(contexts[here].tolist())
+            seen = here | (segments == context)
+            assert arrays["tokens"][row][seen].tolist() == [*samples[index].prompt_ids, *samples[index].response_ids]
+            assert arrays["positions"][row][seen].tolist() == list(range(samples[index].tokens))
+            np.testing.assert_array_equal(arrays["targets"][row][here & (learned > 0)], samples[index].response_ids)
+            np.testing.assert_array_equal(arrays["value"][row][here & (learned > 0)], samples[index].per_token["value"])
+
+
+@PROPERTY
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 6), st.integers(1, 9), st.integers(0, 30), st.data())
+def test_no_lengths_need_more_rows_than_are_kept_ready(
+    groups: int, count: int, prompt: int, response: int, more: int, data: st.DataObject
+) -> None:
+    row_tokens = prompt + response + more
+    sizes = st.lists(st.integers(1, response), min_size=count, max_size=count)
+    samples = [
+        dataclasses.replace(sample([1] * size, [1] * length), group=group)
+        for group in range(groups)
+        for size in [data.draw(st.integers(1, prompt))]
+        for length in data.draw(sizes)
+    ]
+    assert len(assign_shared_rows(samples, row_tokens)) <= most_rows(groups, count, prompt, response, row_tokens, True)
+    assert len(assign_rows([s.tokens for s in samples], row_tokens)) <= most_rows(groups, count, prompt, response, row_tokens, False)
 
 
 @PROPERTY

@@ -32,18 +32,24 @@ SMOOTH = {"optimizer__eps": 1e-2, "optimizer__clip_norm": 0.5}
 
 
 def train(
-    config: ConfigDict, groups: list[Group] | None = None, dtype: str = "float64", devices: int = 1, edit: Any = None, start: Any = None
+    config: ConfigDict,
+    groups: list[Group] | None = None,
+    dtype: str = "float64",
+    devices: int = 1,
+    edit: Any = None,
+    start: Any = None,
+    shared: bool = False,
 ) -> tuple[TrainState, dict[str, np.ndarray]]:
     """One training step from the start state, on groups of `factories`: new state and metrics per update, as numpy arrays."""
     groups = random_groups(config.batch.prompts) if groups is None else groups
-    batch = host_batch(config, groups)
+    batch = host_batch(config, groups, shared)
     if edit:
         edit(batch)
     batch = {name: value.astype(dtype) if value.dtype == np.float32 else value for name, value in batch.items()}
     with jax.enable_x64(dtype == "float64"):
         mesh = make_mesh("dp", jax.devices()[:devices])
         state = jax.device_put(start or start_state(config, dtype), state_shardings(config, MODEL, mesh))
-        batch = jax.device_put(batch, {name: shape.sharding for name, shape in batch_shapes(config, mesh).items()})
+        batch = jax.device_put(batch, {name: shape.sharding for name, shape in batch_shapes(config, mesh, shared).items()})
         log_probs, step = compiled_step(config.to_json(), dtype, mesh)
         fixed, kl_sum_PN = log_probs(state.params, state.reference, batch)
         state, metrics = step(state, batch, fixed, batch_advantages(config, groups, 0, kl_sum_PN).astype(dtype))
@@ -244,6 +250,17 @@ def test_parameters_do_not_depend_on_micro_batches_or_devices(name: str) -> None
         assert difference(state, expected[0]) < 1e-12, (rows, devices)
         for metric, values in metrics.items():
             np.testing.assert_allclose(values, expected[1][metric], rtol=1e-9, atol=1e-12, err_msg=f"{metric} {rows} {devices}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "devices"), [("prorl_v1", 2), ("gspo_k1_gradient_geometric", 1)])
+def test_a_prompt_that_samples_share_changes_nothing(name: str, devices: int) -> None:
+    state, metrics = train(arm(name), devices=devices)
+    shared, shared_metrics = train(arm(name), devices=devices, shared=True)
+    assert difference(state.params, random_params(MODEL)) > 1e-3
+    assert difference(shared, state) < 1e-12
+    for key, value in metrics.items():
+        np.testing.assert_allclose(shared_metrics[key], value, rtol=1e-9, atol=1e-12, err_msg=key)
 
 
 @pytest.mark.slow

@@ -20,14 +20,19 @@ from jaxprorl.sharding.strategies import BATCH_AXES, CONTEXT_AXIS
 Packed = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # (q_BSHK, k_BSGK, v_BSGK) -> context_BSHK
 
 
-def packed_attention(compute: Compute, segment_ids_BS: jax.Array) -> Packed:
-    """Attention over packed rows: a token sees itself and earlier tokens of its own segment, as in `packed_causal_mask`.
+def packed_attention(compute: Compute, segment_ids_BS: jax.Array, context_ids_BS: jax.Array | None = None) -> Packed:
+    """Attention over packed rows: a token sees itself and earlier tokens of its segment and its context, as in `packed_causal_mask`.
 
     What padding (segment 0) gets differs between implementations. Its keys and values must be finite: they meet weights of 0.
+
+    Raises:
+        ValueError: contexts, which only "naive" knows of.
     """
     if compute.attention == "naive":
         blocks = query_blocks(segment_ids_BS.shape[1], 1 if compute.mesh is None else compute.mesh.shape[CONTEXT_AXIS])
-        return lambda q, k, v: checkpoint_name(naive_attention(q, k, v, segment_ids_BS, blocks), ATTENTION_NAME)
+        return lambda q, k, v: checkpoint_name(naive_attention(q, k, v, segment_ids_BS, blocks, context_ids_BS), ATTENTION_NAME)
+    if context_ids_BS is not None:
+        raise ValueError(f"{compute.attention!r} attention knows nothing of a context that segments share")
     rows: Callable[..., jax.Array]
     if compute.attention == "chunked":
         rows = partial(chunked_attention, chunk_tokens=compute.attention_chunk_tokens)
@@ -73,7 +78,14 @@ def query_blocks(row_tokens: int, parts: int) -> int:
     return 1 if parts > 1 else max(1, min(4, row_tokens // 64))
 
 
-def naive_attention(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segment_ids_BS: jax.Array, blocks: int) -> jax.Array:
+def naive_attention(
+    q_BSHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    segment_ids_BS: jax.Array,
+    blocks: int,
+    context_ids_BS: jax.Array | None = None,
+) -> jax.Array:
     """context_BSHK under `packed_causal_mask`: every block of queries against the keys up to its own end.
 
     Heads are in front and keys stand upright, so that both products, and those of the gradient with scores on the left, are plain
@@ -84,7 +96,7 @@ def naive_attention(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, seg
     accumulate = jnp.promote_types(q_BSHK.dtype, jnp.float32)
     q_BGRSK = q_BSHK.reshape(batch, size, groups, heads // groups, width).transpose(0, 2, 3, 1, 4)
     k_BGKS, v_BGSK = k_BSGK.transpose(0, 2, 3, 1), v_BSGK.transpose(0, 2, 1, 3)
-    mask_B1SS = packed_causal_mask(segment_ids_BS)
+    mask_B1SS = packed_causal_mask(segment_ids_BS, context_ids_BS)
     contexts = []
     for block in range(blocks):
         start, end = size * block // blocks, size * (block + 1) // blocks
@@ -98,10 +110,15 @@ def naive_attention(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, seg
     return jnp.concatenate(contexts, axis=3).transpose(0, 3, 1, 2, 4).reshape(q_BSHK.shape)
 
 
-def packed_causal_mask(segment_ids_BS: jax.Array) -> jax.Array:
-    """mask_B1SS: a token sees itself and earlier tokens of its own segment; padding (segment 0) sees padding only."""
+def packed_causal_mask(segment_ids_BS: jax.Array, context_ids_BS: jax.Array | None = None) -> jax.Array:
+    """mask_B1SS: a token sees itself and earlier tokens of its own segment, and of the segment that is its context (0 = none).
+
+    Padding (segment 0), which must come last in a row of contexts, sees padding only.
+    """
     size = segment_ids_BS.shape[1]
     same = segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :]
+    if context_ids_BS is not None:
+        same |= context_ids_BS[:, :, None] == segment_ids_BS[:, None, :]
     causal = jnp.arange(size)[:, None] >= jnp.arange(size)[None, :]
     return (same & causal)[:, None]
 

@@ -29,6 +29,7 @@ class Compute:
         mesh: what the rows are split over. None = nothing, on a CPU.
         strategy: how parameters are split over it.
         own_rows: inside a shard_map over the mesh already, with whole parameters: the rows are one device's own.
+        shared_prompts: rows hold a group's prompt once for all of its samples there.
     """
 
     dtype: str = "float32"
@@ -38,6 +39,7 @@ class Compute:
     mesh: "Mesh | None" = None
     strategy: str = "dp"
     own_rows: bool = False
+    shared_prompts: bool = False
 
     @property
     def row_mesh(self) -> "Mesh | None":
@@ -48,6 +50,11 @@ class Compute:
     def table(self) -> Table:
         """Logical axis of a parameter -> mesh axis."""
         return STRATEGIES[self.strategy].params
+
+    @property
+    def on_one_cpu(self) -> bool:
+        """Whether the arrays at hand are whole, on a CPU."""
+        return self.platform == "cpu" and (self.own_rows or self.mesh is None or self.mesh.size == 1)
 
     @property
     def platform(self) -> str:
@@ -67,12 +74,13 @@ def choose_compute(config: ConfigDict, head_dim: int, mesh: "Mesh") -> Compute:
     if batch.micro_batch_rows % shards:
         raise ConfigError(f"batch.micro_batch_rows = {batch.micro_batch_rows}: must divide by the {shards} devices that share the rows")
     if model.attention == "auto":
-        return automatic_compute(config, head_dim, "batch", mesh)
-    compute = Compute(model.dtype, model.attention, model.attention_chunk_tokens, model.remat, mesh, config.mesh.strategy)
-    problem = unfit(compute, head_dim, batch.row_tokens, batch.packing)
-    if problem:
-        raise ConfigError(f"model.attention = {model.attention!r}: {problem}. 'auto' chooses what fits, 'chunked' runs anywhere")
-    return compute
+        compute = automatic_compute(config, head_dim, "batch", mesh)
+    else:
+        compute = Compute(model.dtype, model.attention, model.attention_chunk_tokens, model.remat, mesh, config.mesh.strategy)
+        problem = unfit(compute, head_dim, batch.row_tokens, batch.packing)
+        if problem:
+            raise ConfigError(f"model.attention = {model.attention!r}: {problem}. 'auto' chooses what fits, 'chunked' runs anywhere")
+    return dataclasses.replace(compute, shared_prompts=batch.share_prompts and batch.packing and compute.attention == "naive")
 
 
 def automatic_compute(config: ConfigDict, head_dim: int, section: str, mesh: "Mesh") -> Compute:

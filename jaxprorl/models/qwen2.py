@@ -16,6 +16,7 @@ from flax import nnx
 
 from jaxprorl.models.attention import packed_attention
 from jaxprorl.models.compute import Compute
+from jaxprorl.models.dense import multiply_plainly
 from jaxprorl.models.remat import remat
 from jaxprorl.sharding.strategies import CONTEXT_AXIS
 
@@ -121,18 +122,21 @@ class Qwen2(nnx.Module):
         for name, declaration in declarations(config).items():
             setattr(self, name, nnx.Param(_initial(declaration, rngs)))
 
-    def __call__(self, tokens_BS: jax.Array, positions_BS: jax.Array, segment_ids_BS: jax.Array) -> jax.Array:
+    def __call__(
+        self, tokens_BS: jax.Array, positions_BS: jax.Array, segment_ids_BS: jax.Array, context_ids_BS: jax.Array | None = None
+    ) -> jax.Array:
         """Final hidden states of packed rows.
 
         Args:
             tokens_BS: int32 token ids.
-            positions_BS: int32, counted from 0 inside every segment.
-            segment_ids_BS: int32, 0 = padding; tokens see only earlier tokens of their own segment.
+            positions_BS: int32, counted from 0 inside every sequence.
+            segment_ids_BS: int32, 0 = padding; tokens see only earlier tokens of their own segment,
+            context_ids_BS: and of this one, a prompt that several segments share (see `packing.pack`).
 
         Returns:
             hidden_BSD after the final norm, in the compute dtype.
         """
-        attend = packed_attention(self.compute, segment_ids_BS)
+        attend = packed_attention(self.compute, segment_ids_BS, context_ids_BS)
         return self.run_layers(self.embed_tokens(tokens_BS), positions_BS, lambda q, k, v, layer, _: (attend(q, k, v), None))[0]
 
     def embed_tokens(self, tokens_BS: jax.Array) -> jax.Array:
@@ -155,10 +159,11 @@ class Qwen2(nnx.Module):
 
         def body(carry: tuple[jax.Array, Any], layer: tuple[Mapping[str, jax.Array], jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
             (x, caches), (weights, index) = carry, layer
-            return block(c, weights, x, cos, sin, lambda q, k, v: attend(q, k, v, index, caches), not cut), None
+            return block(c, weights, x, cos, sin, lambda q, k, v: attend(q, k, v, index, caches), not cut, multiply), None
 
         # Rows and tokens that are both split cannot become one axis without a gather.
         cut = self.compute.row_mesh is not None and self.compute.row_mesh.shape[CONTEXT_AXIS] > 1
+        multiply = multiply_plainly if self.compute.on_one_cpu else jnp.matmul
         unroll = c.num_hidden_layers if c.num_hidden_layers <= UNROLL_MAX_LAYERS else 1
         body = remat(body, self.compute.remat, unrolled=unroll > 1)
         (x_BSD, caches), _ = jax.lax.scan(body, (x_BSD, caches), (stacked, jnp.arange(c.num_hidden_layers)), unroll=unroll)
@@ -206,19 +211,20 @@ def block(
     sin_BSK: jax.Array,
     attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
     flat: bool = True,
+    multiply: Callable[[jax.Array, jax.Array], jax.Array] = jnp.matmul,
 ) -> tuple[jax.Array, Any]:
     """One pre-norm decoder block: attention with q/k/v biases and rotary positions, then SwiGLU. `flat`: rows and tokens as one axis N."""
     rows = x_BSD.shape[:2]
     tokens = (-1,) if flat else rows
     y_ND = rms_norm(x_BSD, w["attention_norm"], c.rms_norm_eps).reshape(*tokens, c.hidden_size)
-    q_BSHK = (y_ND @ w["q_kernel"] + w["q_bias"]).reshape(*rows, c.num_attention_heads, c.head_dim)
-    k_BSGK = (y_ND @ w["k_kernel"] + w["k_bias"]).reshape(*rows, c.num_key_value_heads, c.head_dim)
-    v_BSGK = (y_ND @ w["v_kernel"] + w["v_bias"]).reshape(*rows, c.num_key_value_heads, c.head_dim)
+    q_BSHK = (multiply(y_ND, w["q_kernel"]) + w["q_bias"]).reshape(*rows, c.num_attention_heads, c.head_dim)
+    k_BSGK = (multiply(y_ND, w["k_kernel"]) + w["k_bias"]).reshape(*rows, c.num_key_value_heads, c.head_dim)
+    v_BSGK = (multiply(y_ND, w["v_kernel"]) + w["v_bias"]).reshape(*rows, c.num_key_value_heads, c.head_dim)
     context_BSHK, cache = attend(rotate(q_BSHK, cos_BSK, sin_BSK), rotate(k_BSGK, cos_BSK, sin_BSK), v_BSGK)
-    x_BSD = x_BSD + (context_BSHK.reshape(*tokens, w["o_kernel"].shape[0]) @ w["o_kernel"]).reshape(x_BSD.shape)
+    x_BSD = x_BSD + multiply(context_BSHK.reshape(*tokens, w["o_kernel"].shape[0]), w["o_kernel"]).reshape(x_BSD.shape)
     y_ND = rms_norm(x_BSD, w["mlp_norm"], c.rms_norm_eps).reshape(*tokens, c.hidden_size)
-    y_NF = jax.nn.silu(y_ND @ w["gate_kernel"]) * (y_ND @ w["up_kernel"])
-    return x_BSD + (y_NF @ w["down_kernel"]).reshape(x_BSD.shape), cache
+    y_NF = jax.nn.silu(multiply(y_ND, w["gate_kernel"])) * multiply(y_ND, w["up_kernel"])
+    return x_BSD + multiply(y_NF, w["down_kernel"]).reshape(x_BSD.shape), cache
 
 
 def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:

@@ -91,17 +91,17 @@ def inputs(ids_BS: np.ndarray, heads: int, groups: int, width: int, dtype: str) 
     return tuple(x.astype(jnp.dtype(dtype)) for x in (q, k, v, d))
 
 
-def results(compute: Compute, ids_BS: np.ndarray, arrays: Arrays) -> Arrays:
+def results(compute: Compute, ids_BS: np.ndarray, arrays: Arrays, context_ids_BS: np.ndarray | None = None) -> Arrays:
     """What real tokens get, and the gradients by q, k and v."""
     with jax.enable_x64(arrays[0].dtype == np.float64):
-        *gradients, context = _results(compute, jnp.asarray(ids_BS), *map(jnp.asarray, arrays))
+        *gradients, context = _results(compute, jnp.asarray(ids_BS), context_ids_BS, *map(jnp.asarray, arrays))
         return np.asarray(context)[ids_BS > 0], *map(np.asarray, gradients)
 
 
 @partial(jax.jit, static_argnums=0, compiler_options=QUICK_COMPILE)
-def _results(compute: Compute, ids_BS: jax.Array, *arrays: jax.Array) -> Any:
+def _results(compute: Compute, ids_BS: jax.Array, context_ids_BS: jax.Array | None, *arrays: jax.Array) -> Any:
     def product(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        context = packed_attention(compute, ids_BS)(q, k, v)
+        context = packed_attention(compute, ids_BS, context_ids_BS)(q, k, v)
         return jnp.sum(context.astype(arrays[3].dtype) * arrays[3]), context
 
     gradients, context = jax.grad(product, argnums=(0, 1, 2), has_aux=True)(*arrays[:3])
@@ -153,6 +153,38 @@ def test_every_implementation_equals_naive_on_two_devices(name: str, dtype: str)
         # derivatives, scaled queries and the result are rounded to 8 bits, each by up to 2^-9 of the largest: four times that, doubled.
         atol = (384 * 2**-24 if dtype == "float32" else 8 * 2**-9) * np.abs(b).max()
         np.testing.assert_allclose(a.astype(np.float64), b, rtol=0, atol=atol)
+
+
+def test_segments_with_a_context_equal_the_context_and_each_of_them_alone() -> None:
+    # Two prompts (segments 1 and 5), the first with three samples, one of a single token; blocks of queries begin inside of segments.
+    lengths = [70, 60, 1, 50, 10, 40]
+    ids = segments(lengths, size=256)
+    contexts = np.array([0, 0, 1, 1, 1, 0, 5], np.int32)[ids]
+    arrays = inputs(ids, 4, 2, 8, "float64")
+    compute = Compute("float64", "naive", shared_prompts=True)
+    context, *gradients = results(compute, ids, arrays, contexts)
+    starts = np.cumsum([0, *lengths])
+    expected = [np.zeros_like(x) for x in arrays[:3]]
+    for prompt, members in ((0, (1, 2, 3)), (4, (5,))):
+        before = np.arange(starts[prompt], starts[prompt + 1])
+        for number, member in enumerate(members):
+            here = np.concatenate([before, np.arange(starts[member], starts[member + 1])])
+            q, k, v, d = (x[:, here].copy() for x in arrays)
+            if number:
+                d[:, : len(before)] = 0  # what the prompt itself gives counts once
+            alone, *alone_gradients = results(compute, np.ones((1, len(here)), np.int32), (q, k, v, d))
+            np.testing.assert_allclose(context[here], alone, rtol=0, atol=1e-12)
+            for total, part in zip(expected, alone_gradients, strict=True):
+                total[:, here] += part
+    for a, b in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["chunked", *KERNELS])
+def test_only_naive_attention_takes_contexts(name: str) -> None:
+    ids = jnp.ones((1, 4), jnp.int32)
+    with pytest.raises(ValueError, match=f"'{name}' attention knows nothing of a context"):
+        packed_attention(Compute(attention=name), ids, ids)
 
 
 @pytest.mark.slow

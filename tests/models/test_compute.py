@@ -40,7 +40,11 @@ def mesh_of(platform: str, data: int = 2, fsdp: int = 1, context: int = 1) -> An
 def test_auto_is_the_platforms_kernel_where_the_shapes_fit(platform: str, row_tokens: int, head_dim: int, expected: str) -> None:
     config = tiny_config(batch__row_tokens=row_tokens, model__dtype="bfloat16", model__remat="dots")
     mesh = mesh_of(platform)
-    assert choose_compute(config, head_dim, mesh) == Compute("bfloat16", expected, 128, "dots", mesh)
+    shared = expected == "naive"
+    assert choose_compute(config, head_dim, mesh) == Compute("bfloat16", expected, 128, "dots", mesh, shared_prompts=shared)
+    for field in ("share_prompts", "packing"):
+        apart = tiny_config(**{"batch__row_tokens": row_tokens, f"batch__{field}": False})
+        assert not choose_compute(apart, head_dim, mesh).shared_prompts
     config.warmstart.row_tokens = row_tokens
     assert automatic_compute(config, head_dim, "warmstart", mesh).attention == expected
 

@@ -51,8 +51,8 @@ class UninterruptedStack(contextlib.ExitStack):
     """An ExitStack that is closed with interrupts held."""
 
     @interrupts_held()
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        return bool(super().__exit__(kind, error, trace))
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool | None:
+        return super().__exit__(kind, error, trace)
 
 
 class Preemption:

@@ -151,7 +151,9 @@ with Preemption(float(sys.argv[1])) as preemption:
     ("first", "where", "status"),
     [(signal.SIGTERM, "guarded", EXIT_STATUS), (signal.SIGTERM, "outside", EXIT_STATUS), (signal.SIGINT, "outside", INTERRUPTED)],
 )
-@pytest.mark.parametrize(("save_within_s", "second"), [(LONG_S, signal.SIGUSR1), (LONG_S, signal.SIGTERM), (LONG_S, signal.SIGINT), (3.0, None)])
+@pytest.mark.parametrize(
+    ("save_within_s", "second"), [(LONG_S, signal.SIGUSR1), (LONG_S, signal.SIGTERM), (LONG_S, signal.SIGINT), (3.0, None)]
+)
 def test_a_second_signal_or_the_end_of_the_time_leaves_at_once(
     first: int, where: str, status: int, save_within_s: float, second: int | None
 ) -> None:

@@ -85,7 +85,13 @@ class GraderPool:
         self._keys: set[Key] = set()
         self._lost_pools = 0  # in a row, without one result between
         self._proven = False  # has ever given a result
-        self._pool: ProcessPool | None = self._new_pool()
+        self._pool: ProcessPool | None = None
+        try:
+            with interrupts_held():
+                self._pool = self._new_pool()
+        except BaseException:  # also Ctrl-C: nobody has this one yet, and its processes would stay
+            self.close()
+            raise
 
     @interrupts_held()
     def submit(self, prompt: Prompt, completions: Sequence[Completion]) -> None:
@@ -161,7 +167,6 @@ class GraderPool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    @interrupts_held()
     def _new_pool(self) -> ProcessPool:
         # Spawned, since forking a process with JAX's threads can deadlock.
         # The kernel ties a worker to the thread that started it, so a pool is to be made in a thread that outlives it.

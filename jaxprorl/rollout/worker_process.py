@@ -78,7 +78,6 @@ class WorkerProcess:
         EngineError: the process cannot be started.
     """
 
-    @interrupts_held()
     def __init__(self, launch: Launch):
         self._launch = launch
         self._outbox: deque[bytes] = deque()

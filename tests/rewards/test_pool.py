@@ -336,6 +336,20 @@ class SignallingCondition(threading.Condition):
         return locked
 
 
+def test_ctrl_c_while_a_pool_is_made_leaves_no_process(tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = GraderPool._new_pool
+
+    def interrupted_make(self: GraderPool) -> ProcessPool:
+        pool = make(self)
+        os.kill(os.getpid(), signal.SIGINT)
+        return pool
+
+    monkeypatch.setattr(GraderPool, "_new_pool", interrupted_make)
+    with pytest.raises(KeyboardInterrupt), Preemption(60.0):
+        GraderPool(ACTS, tokenizer_path)
+    assert workers_of(os.getpid()) == []
+
+
 @pytest.mark.timeout(60)
 def test_ctrl_c_inside_a_submission_does_not_hang_the_closing(acts: GraderPool, tokenizer: Tokenizer) -> None:
     assert acts._pool

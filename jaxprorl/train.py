@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -26,7 +25,7 @@ from jaxprorl.evaluation.summary import build_summary, peak_memory_bytes, write_
 from jaxprorl.export import write_model
 from jaxprorl.monitoring.alarms import AlarmError, Paused
 from jaxprorl.monitoring.profile import start_trace, stop_trace
-from jaxprorl.preemption import Preemption
+from jaxprorl.preemption import Preemption, UninterruptedStack
 from jaxprorl.resets.commands import Command, take_command
 from jaxprorl.resets.controller import gauges
 from jaxprorl.resets.optimizer import what_is_reset
@@ -76,7 +75,7 @@ def train(config: ConfigDict) -> dict[str, Any]:
     validate(config)
     started_s = time.perf_counter()
     # The stack is the inner one: it closes (and waits for the last save) while signals and the time limit still count.
-    with Preemption(config.checkpoint.save_within_s) as preemption, ExitStack() as stack:
+    with Preemption(config.checkpoint.save_within_s) as preemption, UninterruptedStack() as stack:
         folder = open_run(config, stack)
         summary = finished(config, folder)
         if summary:

@@ -21,11 +21,10 @@ from jaxprorl.ablations.plan import Plan, make_plan, write_plan
 from jaxprorl.ablations.runs import Home, all_runs, begun, execute
 from jaxprorl.config import load
 from jaxprorl.errors import ConfigError, RunLockedError, UserError
-from jaxprorl.preemption import Preempted
+from jaxprorl.preemption import INTERRUPTED, Preempted
 from jaxprorl.run_lock import RunLock
 
 HINT = "every field of an ablation is in configs/ablations/base.py"
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

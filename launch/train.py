@@ -1,7 +1,7 @@
 """Trains: python launch/train.py --config=configs/quickstart.py [--config.FIELD=VALUE ...]
 
 Every field is in configs/base.py. A run that was stopped goes on from its last checkpoint when the same command is given again.
-SIGTERM and SIGUSR1 finish the step, save and leave with status 75.
+SIGTERM and SIGUSR1 finish the step, save and leave with status 75; Ctrl-C leaves with 130.
 """
 
 import os
@@ -10,13 +10,11 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
-
 
 def stop_now(signum: int, frame: FrameType | None) -> None:
-    """Ctrl-C while libraries are imported: nothing is open yet, and as an exception one of them might swallow it."""
-    os.write(2, b"interrupted before anything was started\n")
-    os._exit(INTERRUPTED)
+    """Ctrl-C while libraries are imported, or after the run: nothing is open, and as an exception one of them might swallow it."""
+    os.write(2, b"interrupted\n")
+    os._exit(130)
 
 
 if __name__ == "__main__":
@@ -28,6 +26,7 @@ from ml_collections import ConfigDict
 from jaxprorl import config as config_module
 from jaxprorl.commit import committed_steps
 from jaxprorl.errors import UserError
+from jaxprorl.preemption import INTERRUPTED
 from jaxprorl.run_folder import RunFolder
 
 
@@ -52,7 +51,6 @@ def main(argv: list[str]) -> int:
     from jaxprorl.train import train
 
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         summary = train(config)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -67,4 +65,9 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    if status == INTERRUPTED:  # all is closed, and threads of libraries, interrupted anywhere, might not let the interpreter end
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -3,13 +3,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import tiny_run
 
-from jaxprorl.preemption import EXIT_STATUS, SIGNALS, Preempted, Preemption
+from jaxprorl.preemption import EXIT_STATUS, INTERRUPTED, SIGNALS, Preempted, Preemption, UninterruptedStack, interrupts_held
+from jaxprorl.rollout import segments
 
 ROOT = Path(__file__).resolve().parent.parent
 LONG_S = 60.0
@@ -50,12 +53,77 @@ def test_an_error_inside_guarded_work_wins() -> None:
 
 
 def test_without_a_signal_nothing_happens_and_handlers_are_put_back() -> None:
-    before = [signal.getsignal(number) for number in SIGNALS]
+    def handlers() -> list[object]:
+        return [signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)]
+
+    before = handlers()
     with Preemption(LONG_S) as preemption:
-        assert [signal.getsignal(number) for number in SIGNALS] != before
+        assert not set(handlers()) & set(before)
         with preemption.guarded():
             pass
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert handlers() == before
+
+
+def test_ctrl_c_leaves_guarded_work_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt), Preemption(LONG_S) as preemption, preemption.guarded():
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not reached")
+
+
+def test_ctrl_c_that_a_library_swallows_ends_guarded_work_at_its_next_boundary() -> None:
+    with pytest.raises(KeyboardInterrupt), Preemption(LONG_S) as preemption:
+        with preemption.guarded():
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            assert preemption.requested == "SIGINT"
+        raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Preempted)])
+def test_held_interrupts_are_raised_when_the_outermost_hold_ends(number: signal.Signals, error: type[BaseException]) -> None:
+    done = []
+    with pytest.raises(error) as raised, Preemption(LONG_S):
+        with interrupts_held():
+            with interrupts_held():
+                signal.raise_signal(number)
+                done.append("inner")
+            done.append("outer")
+            raise KeyError("its own")
+        raise AssertionError("not reached")
+    assert done == ["inner", "outer"]
+    assert isinstance(raised.value.__context__, KeyError)
+    with Preemption(LONG_S), interrupts_held():
+        pass  # it is raised once
+
+
+def test_another_threads_work_holds_nothing() -> None:
+    holding, release = threading.Event(), threading.Event()
+
+    @interrupts_held()
+    def hold() -> None:
+        holding.set()
+        release.wait(LONG_S)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        assert holding.wait(LONG_S)
+        with pytest.raises(KeyboardInterrupt), Preemption(LONG_S):
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError("not reached")
+    finally:
+        release.set()
+        thread.join()
+
+
+def test_a_stack_closes_everything_before_ctrl_c_goes_on() -> None:
+    closed = []
+    with pytest.raises(KeyboardInterrupt), Preemption(LONG_S):
+        with UninterruptedStack() as stack:
+            stack.callback(lambda: closed.append("first"))
+            stack.callback(lambda: (signal.raise_signal(signal.SIGINT), closed.append("second")))
+        raise AssertionError("not reached")
+    assert closed == ["second", "first"]
 
 
 # Guarded work that takes a minute to save; or, outside it, a clean-up that takes as long.
@@ -79,21 +147,66 @@ with Preemption(float(sys.argv[1])) as preemption:
 """
 
 
-@pytest.mark.parametrize("where", ["guarded", "outside"])
-@pytest.mark.parametrize(("save_within_s", "second"), [(LONG_S, signal.SIGUSR1), (LONG_S, signal.SIGTERM), (3.0, None)])
-def test_a_second_signal_or_the_end_of_the_time_leaves_at_once(where: str, save_within_s: float, second: int | None) -> None:
+@pytest.mark.parametrize(
+    ("first", "where", "status"),
+    [(signal.SIGTERM, "guarded", EXIT_STATUS), (signal.SIGTERM, "outside", EXIT_STATUS), (signal.SIGINT, "outside", INTERRUPTED)],
+)
+@pytest.mark.parametrize(
+    ("save_within_s", "second"), [(LONG_S, signal.SIGUSR1), (LONG_S, signal.SIGTERM), (LONG_S, signal.SIGINT), (3.0, None)]
+)
+def test_a_second_signal_or_the_end_of_the_time_leaves_at_once(
+    first: int, where: str, status: int, save_within_s: float, second: int | None
+) -> None:
     command = [sys.executable, "-c", SLOW, str(save_within_s), where]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(first)
         started_s = time.perf_counter()
         assert process.stdout.readline() == "saving\n"
         if second:
             process.send_signal(second)
-        assert process.wait(30) == EXIT_STATUS
+        assert process.wait(30) == status
     seconds = time.perf_counter() - started_s
     assert seconds < 30
     assert second or seconds >= 2.9
+
+
+# A closing that waits for ever, as for a lock that an interrupted call left locked, with shared memory in use.
+STUCK = """
+import sys, threading
+from pathlib import Path
+from jaxprorl.preemption import Preemption, UninterruptedStack
+from jaxprorl.rollout import segments
+run = Path(sys.argv[1])
+def waits_for_ever():
+    lock = threading.Lock()
+    lock.acquire()
+    print("stuck", flush=True)
+    lock.acquire()
+with Preemption(float(sys.argv[2])), UninterruptedStack() as stack:
+    stack.enter_context(segments.create(segments.SHARED_MEMORY, run, "weights", 0, 4096))
+    stack.callback(waits_for_ever)
+    print("ready", flush=True)
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_ctrl_c_ends_a_process_whose_closing_hangs_and_says_where(tmp_path: Path, twice: bool) -> None:
+    command = [sys.executable, "-c", STUCK, str(tmp_path), str(LONG_S if twice else 1.0)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr
+        assert process.stdout.readline() == "ready\n"
+        assert list(segments.SHARED_MEMORY.glob(f"{segments.run_prefix(tmp_path)}-*"))
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "stuck\n"
+        if twice:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(30) == INTERRUPTED
+        said = process.stderr.read()
+    assert ("SIGINT: not ended 1 s later" in said) != twice
+    assert ("in waits_for_ever" in said) != twice
+    assert not list(segments.SHARED_MEMORY.glob(f"{segments.run_prefix(tmp_path)}-*"))
 
 
 @pytest.fixture(scope="module")

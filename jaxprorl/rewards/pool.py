@@ -24,6 +24,7 @@ import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
 from jaxprorl.errors import GraderError
+from jaxprorl.preemption import interrupts_held
 from jaxprorl.rewards import registry, worker
 from jaxprorl.types import Completion, Prompt, Score
 
@@ -84,8 +85,15 @@ class GraderPool:
         self._keys: set[Key] = set()
         self._lost_pools = 0  # in a row, without one result between
         self._proven = False  # has ever given a result
-        self._pool: ProcessPool | None = self._new_pool()
+        self._pool: ProcessPool | None = None
+        try:
+            with interrupts_held():
+                self._pool = self._new_pool()
+        except BaseException:  # also Ctrl-C: nobody has this one yet, and its processes would stay
+            self.close()
+            raise
 
+    @interrupts_held()
     def submit(self, prompt: Prompt, completions: Sequence[Completion]) -> None:
         """Queues completions of one prompt. Completions that were aborted or failed become `grader_error` without being graded.
 
@@ -119,24 +127,32 @@ class GraderPool:
             GraderPoolError: the graders cannot work.
         """
         self._live_pool()
-        self._send_all(self._waiting)
-        self._waiting = []
+        with interrupts_held():
+            self._send_all(self._waiting)
+            self._waiting = []
         quiet_s = 0.0
         while self._running:
-            done, _ = wait(list(self._running), timeout=_POLL_S, return_when=FIRST_COMPLETED)
-            quiet_s = 0.0 if done else quiet_s + _POLL_S
-            # A pool that breaks forgets batches which it has not handed out: no result, no error.
-            if not done and (not self._live_pool().active or quiet_s > _STALL_S + self._timeout_s):
-                self._replace_pool()
-                quiet_s = 0.0
-            for future in done:
-                jobs = self._running.pop(future, None)
-                if jobs is not None:  # else replaced together with its pool
-                    self._settle(future, jobs)
+            quiet_s = self._take_results(quiet_s)  # Ctrl-C has its effect between two calls
         scores = {key: self._scores[key] for key in sorted(self._keys)}
         self._scores, self._keys = {}, set()
         return scores
 
+    @interrupts_held()
+    def _take_results(self, quiet_s: float) -> float:
+        """Waits at most _POLL_S for results and takes those that came. Takes and returns for how long none has."""
+        done, _ = wait(list(self._running), timeout=_POLL_S, return_when=FIRST_COMPLETED)
+        quiet_s = 0.0 if done else quiet_s + _POLL_S
+        # A pool that breaks forgets batches which it has not handed out: no result, no error.
+        if not done and (not self._live_pool().active or quiet_s > _STALL_S + self._timeout_s):
+            self._replace_pool()
+            quiet_s = 0.0
+        for future in done:
+            jobs = self._running.pop(future, None)
+            if jobs is not None:  # else replaced together with its pool
+                self._settle(future, jobs)
+        return quiet_s
+
+    @interrupts_held()
     def close(self) -> None:
         """Ends every process, also busy ones. May be called twice."""
         pool, self._pool = self._pool, None

@@ -26,6 +26,7 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "jaxprorl"
 
 _serial = itertools.count()
+_owned: set[Path] = set()  # names that this process has made and not removed
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Segment:
         """Removes the name; mappings stay. From the moment the other side has attached, an owner may: then no kill leaves anything."""
         if self._owned_file is not None:
             self.path.unlink(missing_ok=True)
+            _owned.discard(self.path)
             os.close(self._owned_file)
             self._owned_file = None
 
@@ -117,6 +119,7 @@ def create(folder: Path, run_folder: Path, role: str, number: int, size_bytes: i
         raise SharedMemoryError(
             f"{path}: {_megabytes(size_bytes)} cannot be reserved ({error.strerror}); {_megabytes(free_bytes(folder))} are free in {folder}"
         ) from error
+    _owned.add(path)
     return Segment(path, memoryview(mapped), mapped, file)
 
 
@@ -171,6 +174,13 @@ def _new_file(folder: Path, stem: str) -> tuple[Path, int]:
             os.close(file)
             raise
         os.close(file)  # someone reaped it before it was locked
+
+
+def unlink_owned() -> None:
+    """Removes the names that this process has made: for one that ends without closing them."""
+    for path in tuple(_owned):
+        with suppress(OSError):
+            path.unlink()
 
 
 def run_prefix(run_folder: Path) -> str:

@@ -1,12 +1,15 @@
+import concurrent.futures._base
 import os
 import random
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -14,6 +17,7 @@ import pytest
 from pebble import ProcessPool
 from tokenizers import Tokenizer
 
+from jaxprorl.preemption import Preemption
 from jaxprorl.rewards import pool as pool_module
 from jaxprorl.rewards.pool import GraderPool, GraderPoolError, error_share
 from jaxprorl.rewards.registry import RewardError, reward_version
@@ -319,6 +323,75 @@ def test_ctrl_c_ends_parent_and_workers_quietly(tmp_path: Path, tokenizer_path: 
     _, errors = process.communicate(timeout=20)
     assert gone(workers, 3.0)
     assert errors.count("KeyboardInterrupt") == 1  # the parent's own
+
+
+class SignallingCondition(threading.Condition):
+    """Ctrl-C comes as soon as it is locked, the first time."""
+
+    def __enter__(self) -> bool:
+        locked = super().__enter__()
+        if not vars(self).setdefault("sent", False):
+            vars(self)["sent"] = True
+            os.kill(os.getpid(), signal.SIGINT)
+        return locked
+
+
+def test_ctrl_c_while_a_pool_is_made_leaves_no_process(tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = GraderPool._new_pool
+
+    def interrupted_make(self: GraderPool) -> ProcessPool:
+        pool = make(self)
+        os.kill(os.getpid(), signal.SIGINT)
+        return pool
+
+    monkeypatch.setattr(GraderPool, "_new_pool", interrupted_make)
+    with pytest.raises(KeyboardInterrupt), Preemption(60.0):
+        GraderPool(ACTS, tokenizer_path)
+    assert workers_of(os.getpid()) == []
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_inside_a_submission_does_not_hang_the_closing(acts: GraderPool, tokenizer: Tokenizer) -> None:
+    assert acts._pool
+    queue = acts._pool._context.task_queue
+    queue.not_full = SignallingCondition(queue.mutex)
+    with pytest.raises(KeyboardInterrupt), Preemption(60.0):
+        acts.submit(prompt(), [completion(tokenizer, "sleep", i) for i in range(pool_module._BATCH)])
+        raise AssertionError("not reached")
+    workers = workers_of(os.getpid())
+    acts.close()
+    assert gone(workers, 3.0)
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_inside_a_look_at_the_futures_does_not_hang_the_closing(
+    acts: GraderPool, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`wait` locks them all before it knows that it has to unlock them."""
+
+    def enter(self: Any) -> None:
+        for future in self.futures:
+            future._condition.acquire()
+        if threading.current_thread() is threading.main_thread():
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(concurrent.futures._base._AcquireFutures, "__enter__", enter)  # type: ignore[attr-defined]
+    workers = workers_of(os.getpid())
+    with pytest.raises(KeyboardInterrupt), Preemption(60.0):
+        grade(acts, tokenizer, ["sleep"])
+        raise AssertionError("not reached")
+    acts.close()
+    assert gone(workers, 3.0)
+
+
+def test_ctrl_c_ends_the_wait_for_slow_graders_soon(acts: GraderPool, tokenizer: Tokenizer) -> None:
+    timer = threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT])
+    with pytest.raises(KeyboardInterrupt), Preemption(60.0):
+        acts.submit(prompt(), [completion(tokenizer, "slow", i) for i in range(400)])  # 100 s of work
+        timer.start()
+        started_s = time.perf_counter()
+        acts.collect()
+    assert time.perf_counter() - started_s < 5
 
 
 def test_error_share() -> None:

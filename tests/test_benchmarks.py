@@ -46,6 +46,10 @@ def test_peers_without_an_interpreter_are_left_out() -> None:
     names = [Path(command[1]).name for command in jobs(PEERS | {"tunix": "py", "vllm": "py"}, ["float32", "bfloat16"])]
     assert names.count("run_tunix.py") == 1  # it has no bfloat16
     assert (names.count("step.py"), names.count("generation.py"), names.count("run_vllm.py")) == (2, 6, 6)
+    sampling = [command[1:4] for command in jobs(PEERS | {"torch": "py"}, ["float32"])[1:]]
+    assert [(Path(script).name, *size) for script, *size in sampling] == [
+        ("generation.py", "--batch", "128"), ("run_transformers.py", "--batch", "128"),
+    ]  # fmt: skip
 
 
 def test_prompts_are_different_and_of_the_length_that_is_promised(tmp_path: Path) -> None:

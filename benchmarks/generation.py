@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 import jax
 
 from benchmarks.step import prepare
-from benchmarks.workload import WORK, prompts, report_generation
+from benchmarks.workload import WORK, prompts, report_generation, require
 from jaxprorl.data.prompts import Item, build_prompt
 from jaxprorl.data.tokenizer import load_tokenizer
 from jaxprorl.evaluation.summary import peak_memory_bytes
@@ -49,9 +49,7 @@ def main(argv: list[str]) -> None:
         started_s = time.perf_counter()
         completions = list(engine.generate(drawn, Sampling(samples, config.rollout.temperature, config.seed, step)))
         seconds.append(time.perf_counter() - started_s)
-        made = sum(len(completion.token_ids) for completion in completions)
-        if made != arguments.batch * WORK["response_tokens"]:
-            raise SystemExit(f"not the workload: {made} tokens sampled, {arguments.batch} x {WORK['response_tokens']} wanted")
+        require("tokens of the completions", [len(c.token_ids) for c in completions], [WORK["response_tokens"]] * arguments.batch)
     report_generation(
         "jaxprorl", config.model.dtype, arguments.batch, seconds[1:], ("jax", "jaxlib"), peak_memory_bytes=peak_memory_bytes(),
         devices=len(jax.devices()),

@@ -21,7 +21,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 RECORDED = HERE / "recorded.json"
 MARGIN = 0.25  # of a ratio; two runs of the same code on one machine differ by less (docs/performance.md)
-BATCHES = (16, 128, 512)
+SAMPLERS = {"torch": ("run_transformers", (128,)), "vllm": ("run_vllm", (16, 128, 512))}  # peer -> script, completions at a time
 Result = dict[str, Any]
 
 
@@ -35,15 +35,13 @@ def jobs(interpreters: Mapping[str, str], dtypes: Sequence[str]) -> list[list[st
             commands.append([interpreters["trl"], str(HERE / "peers/run_trl.py"), *peers])
         if interpreters["tunix"] and dtype == "float32":
             commands.append([interpreters["tunix"], str(HERE / "peers/run_tunix.py")])
-        if interpreters["torch"] or interpreters["vllm"]:
-            for batch in BATCHES:
-                size = ["--batch", str(batch)]
-                commands.append([sys.executable, str(HERE / "generation.py"), *size, *ours])
-                commands += [
-                    [interpreters[name], str(HERE / f"peers/{script}.py"), *size, *peers]
-                    for name, script in (("torch", "run_transformers"), ("vllm", "run_vllm"))
-                    if interpreters[name]
-                ]
+        present = [(interpreters[name], *SAMPLERS[name]) for name in SAMPLERS if interpreters[name]]
+        for batch in sorted({batch for *_, batches in present for batch in batches}):
+            size = ["--batch", str(batch)]
+            commands.append([sys.executable, str(HERE / "generation.py"), *size, *ours])
+            commands += [
+                [python, str(HERE / f"peers/{script}.py"), *size, *peers] for python, script, batches in present if batch in batches
+            ]
     return commands
 
 

@@ -17,34 +17,39 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from benchmarks.run import Result, run
 from benchmarks.workload import WORK
 
-# axis -> value -> fields of step.py's config. Lengths share 16,384 tokens a step; samples become fewer as they become longer.
+# axis -> value -> fields of step.py's config. Lengths share 16,384 tokens a step: fewer prompts, then fewer samples of each, but not fewer
+# prompts than devices, which sample different ones. The vocabulary grows with fewer completions, because its end takes 100 times the work.
 POINTS: Mapping[str, Mapping[int, Mapping[str, int]]] = {
-    "batch": {8 * prompts: {"batch.prompts": prompts, "batch.refill_prompts": prompts} for prompts in (2, 4, 8, 16, 32, 64)},
+    "batch": {8 * prompts: {"batch.prompts": prompts} for prompts in (2, 4, 16, 64)},
     "length": {
-        length: {"batch.prompts": max(1, prompts), "batch.refill_prompts": max(1, prompts), "rollout.max_response_tokens": length}
-        | ({} if prompts else {"rollout.samples_per_prompt": 4})
-        for length, prompts in ((128, 16), (256, 8), (512, 4), (1024, 2), (2048, 1), (4096, 0))
+        length: {"batch.prompts": prompts, "rollout.samples_per_prompt": samples, "rollout.max_response_tokens": length}
+        for length, prompts, samples in ((128, 16, 8), (512, 4, 8), (2048, 2, 4), (4096, 2, 2))
     },
-    "vocabulary": {size: {"workload.vocab_size": size} for size in (512, 4096, 32768, 151936)},
+    "vocabulary": {size: {"batch.prompts": 4, "workload.vocab_size": size} for size in (512, 4096, 32768, 151936)},
 }
-LABELS = {"batch": "completions per step", "length": "response tokens, 16,384 per step", "vocabulary": "vocabulary size"}
+LABELS = {
+    "batch": "completions per step, of 128 tokens", "length": "response tokens, 16,384 per step",
+    "vocabulary": "vocabulary size, 32 completions per step, of 128 tokens",
+}  # fmt: skip
 
 
 def overrides(fields: Mapping[str, int]) -> list[str]:
-    """Arguments of step.py for one point, with what follows from its fields."""
-    prompts = fields.get("batch.prompts", WORK["prompts"])
-    rows = prompts * fields.get("rollout.samples_per_prompt", WORK["samples_per_prompt"])
+    """Arguments of step.py for one point, with what follows from its fields: the same for the same work, whatever the axis."""
+    samples = fields.get("rollout.samples_per_prompt", WORK["samples_per_prompt"])
     length = fields.get("rollout.max_response_tokens", WORK["response_tokens"])
-    derived: dict[str, int | str] = {
-        "model.attention": "naive" if length == WORK["response_tokens"] else "auto", "rollout.slots": rows,
-        "rollout.min_response_tokens": length, "batch.row_tokens": WORK["prompt_tokens"] + length,
-        "batch.micro_batch_rows": max(2, min(16, 2048 // length)), "steps": 4, "workload.warmup_steps": 1,
+    values: dict[str, int | str] = {
+        "workload.vocab_size": fields.get("workload.vocab_size", WORK["model"]["vocab_size"]), "batch.prompts": fields["batch.prompts"],
+        "batch.refill_prompts": fields["batch.prompts"], "rollout.samples_per_prompt": samples,
+        "rollout.slots": fields["batch.prompts"] * samples, "rollout.min_response_tokens": length, "rollout.max_response_tokens": length,
+        "batch.row_tokens": WORK["prompt_tokens"] + length, "batch.micro_batch_rows": max(2, min(16, 2048 // length)),
+        "model.attention": "naive" if length == WORK["response_tokens"] else "auto", "steps": 3, "workload.warmup_steps": 1,
     }  # fmt: skip
-    return [f"--config.{name}={value}" for name, value in (derived | dict(fields)).items()]
+    return [f"--config.{name}={value}" for name, value in values.items()]
 
 
 def plot(axis: str, rows: Sequence[Mapping[str, Any]]) -> Figure:
@@ -62,9 +67,13 @@ def plot(axis: str, rows: Sequence[Mapping[str, Any]]) -> Figure:
     for name, values in series.items():
         axes.plot(at, values, marker="o", label=name)
     axes.set(xscale="log", yscale="log", xlabel=LABELS[axis], ylabel="completion tokens/s", xticks=at, xticklabels=[f"{x:,}" for x in at])
+    axes.set_title(", ".join(sorted({row["result"]["dtype"] for row in rows})), loc="left", fontsize="medium")
     axes.minorticks_off()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set_ylim(0.6 * min(map(min, series.values())), 1.6 * max(map(max, series.values())))
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    figure.legend(loc="outside upper right", ncols=len(series), frameon=False)
     return figure
 
 
@@ -77,19 +86,21 @@ def main() -> None:
     arguments = parser.parse_args()
     folder: Path = arguments.output
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "scaling.json"
+    file, step = folder / "scaling.json", str(ROOT / "benchmarks/step.py")
     found: dict[str, list[dict[str, Any]]] = json.loads(file.read_text()) if file.is_file() else {}
+    measured: dict[tuple[str, ...], Result] = {}
     for axis in arguments.axes:
         rows = []
         for value, fields in POINTS[axis].items():
-            command = [sys.executable, str(ROOT / "benchmarks/step.py"), f"--config.model.dtype={arguments.dtype}", *overrides(fields)]
+            point = tuple(overrides(fields))
             try:
-                result: Result = run(command)
+                if point not in measured:  # a point may lie on two axes
+                    measured[point] = run([sys.executable, step, f"--config.model.dtype={arguments.dtype}", *point])
             except SystemExit as error:
                 print(f"{axis} {value}: {error}", flush=True)
                 continue
-            rows.append({"value": value, "fields": dict(fields), "result": result})
-            print(f"{axis} {value}: {json.dumps(result)}", flush=True)
+            rows.append({"value": value, "fields": dict(fields), "result": measured[point]})
+            print(f"{axis} {value}: {json.dumps(measured[point])}", flush=True)
         if rows:
             found[axis] = rows
             plot(axis, rows).savefig(folder / f"{axis}.svg")

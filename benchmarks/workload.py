@@ -45,6 +45,12 @@ def score(completion_text: str, prompt: Any) -> float:
     return len(set(completion_text)) / max(1, len(completion_text))
 
 
+def require(name: str, found: Any, wanted: Any) -> None:
+    """Ends the process unless a system does the work that it was given."""
+    if found != wanted:
+        raise SystemExit(f"not the workload: {name} {found}, {wanted} wanted")
+
+
 def report_generation(system: str, dtype: str, batch: int, seconds: Sequence[float], distributions: Sequence[str], **more: Any) -> None:
     """The same for sampling alone, `batch` completions at a time. `seconds`: of repetitions after warm-up."""
     median_s = statistics.median(seconds)

@@ -46,6 +46,10 @@ def test_peers_without_an_interpreter_are_left_out() -> None:
     names = [Path(command[1]).name for command in jobs(PEERS | {"tunix": "py", "vllm": "py"}, ["float32", "bfloat16"])]
     assert names.count("run_tunix.py") == 1  # it has no bfloat16
     assert (names.count("step.py"), names.count("generation.py"), names.count("run_vllm.py")) == (2, 6, 6)
+    sampling = [command[1:4] for command in jobs(PEERS | {"torch": "py"}, ["float32"])[1:]]
+    assert [(Path(script).name, *size) for script, *size in sampling] == [
+        ("generation.py", "--batch", "128"), ("run_transformers.py", "--batch", "128"),
+    ]  # fmt: skip
 
 
 def test_prompts_are_different_and_of_the_length_that_is_promised(tmp_path: Path) -> None:
@@ -75,6 +79,18 @@ def test_the_model_folder_is_one_and_has_the_workloads_size(tmp_path: Path) -> N
     assert np.std(tensors["model.embed_tokens.weight"]) == pytest.approx(0.02, rel=0.01)
 
 
+def test_work_other_than_the_workload_is_refused() -> None:
+    workload.require("tokens", (16, 192), (16, 192))
+    with pytest.raises(SystemExit, match=r"not the workload: tokens 191, 192 wanted"):
+        workload.require("tokens", 191, 192)
+
+
+def test_the_axes_of_the_scaling_curves_meet() -> None:
+    """The point that two axes share is the same run: it is measured once."""
+    points = [tuple(scaling.overrides(fields)) for axis in scaling.POINTS.values() for fields in axis.values()]
+    assert len(points) == 12 and len(set(points)) == 10
+
+
 @pytest.mark.parametrize(("axis", "value"), [(axis, value) for axis, values in scaling.POINTS.items() for value in values])
 def test_every_point_of_the_scaling_curves_is_a_valid_config(axis: str, value: int, tmp_path: Path) -> None:
     config = config_module.load([f"--config={step.__file__}", *scaling.overrides(scaling.POINTS[axis][value])])
@@ -82,6 +98,6 @@ def test_every_point_of_the_scaling_curves_is_a_valid_config(axis: str, value: i
     step.write_questions(tmp_path / "questions.jsonl", config.batch.prompts)
     config_module.validate(config)
     tokens = step.step_tokens(config)
-    assert tokens == (value * 128 if axis == "batch" else 16384)
+    assert tokens == {"batch": 128 * value, "length": 16384, "vocabulary": 32 * 128}[axis]
     rows = config.batch.prompts * config.rollout.samples_per_prompt
     assert rows % config.batch.micro_batch_rows == 0 == rows - config.rollout.slots

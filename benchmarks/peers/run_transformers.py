@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.peers.measuring import peak_memory_bytes
 from benchmarks.peers.qwen2 import load_tokenizer, new_model
-from benchmarks.workload import WORK, prompts, report_generation
+from benchmarks.workload import STOP_ID, WORK, prompts, report_generation, require
 
 
 def main() -> None:
@@ -38,7 +38,8 @@ def main() -> None:
                 **inputs, do_sample=True, temperature=WORK["temperature"], top_k=0, top_p=1.0, min_new_tokens=limit, max_new_tokens=limit
             )
         seconds.append(time.perf_counter() - started_s)
-        assert output.shape == (arguments.batch, WORK["prompt_tokens"] + limit), output.shape
+        require("tokens", tuple(output.shape), (arguments.batch, WORK["prompt_tokens"] + limit))
+        require("stop ids before the last token", int((output[:, :-1] == STOP_ID).sum()), 0)
     report_generation(
         "transformers", arguments.dtype, arguments.batch, seconds[1:], ("transformers", "torch"), peak_memory_bytes=peak_memory_bytes()
     )

@@ -24,8 +24,9 @@ from tunix.rl.grpo import grpo_learner
 from tunix.rl.rollout import base_rollout
 
 from benchmarks.peers.measuring import peak_memory_bytes
-from benchmarks.workload import STEP_TOKENS, WORK, prompts, report, score, write_tokenizer
+from benchmarks.workload import STEP_TOKENS, WORK, prompts, report, require, score, write_tokenizer
 
+ROWS = WORK["prompts"] * WORK["samples_per_prompt"]
 NEVER = 100_000  # a stop id that no model of this vocabulary draws: completions have their full length
 STEPS = WORK["warmup_steps"] + WORK["steps"] + 1
 
@@ -56,6 +57,27 @@ def cluster_config(mesh: jax.sharding.Mesh) -> rl_cluster.ClusterConfig:
     )
 
 
+class Cluster(rl_cluster.RLCluster):
+    """Looks at what is sampled, and at the reference's log-probs."""
+
+    samplings = references = 0
+
+    def generate(self, *arguments: Any, **named: Any) -> base_rollout.RolloutOutput:
+        """Called by the learner, once per step."""
+        made = super().generate(*arguments, **named)
+        require("tokens of the completions", [len(tokens) for tokens in made.tokens], [WORK["response_tokens"]] * ROWS)
+        require("tokens of the prompts", made.left_padded_prompt_tokens.shape, (ROWS, WORK["prompt_tokens"]))
+        self.samplings += 1
+        return made
+
+    def get_ref_per_token_logps(self, *arguments: Any, **named: Any) -> jax.Array:
+        """Called by the learner, once per step."""
+        logps_BT = super().get_ref_per_token_logps(*arguments, **named)
+        require("reference's log-probs", logps_BT.shape, (ROWS, WORK["response_tokens"]))
+        self.references += 1
+        return logps_BT
+
+
 def main() -> None:
     """Trains, prints. A step lasts from one call of the reward to the next."""
     logging.disable(logging.WARNING)
@@ -71,7 +93,7 @@ def main() -> None:
         calls_s.append(time.perf_counter())
         return [score(text, None) for text in completions]
 
-    cluster = rl_cluster.RLCluster(actor=actor, reference=reference, tokenizer=tokenizer, cluster_config=cluster_config(mesh))
+    cluster = Cluster(actor=actor, reference=reference, tokenizer=tokenizer, cluster_config=cluster_config(mesh))
     learner = grpo_learner.GRPOLearner(
         rl_cluster=cluster, reward_fns=rewards,
         algo_config=grpo_learner.GRPOConfig(
@@ -79,6 +101,8 @@ def main() -> None:
         ),
     )  # fmt: skip
     learner.train([{"prompts": np.array(prompts())} for _ in range(STEPS)])
+    done = cluster.samplings, cluster.references, cluster.actor_trainer.train_steps
+    require("samplings, passes of the reference, updates", done, (STEPS, STEPS, STEPS))
     step_s = [end - start for start, end in itertools.pairwise(calls_s)][-WORK["steps"] :]
     report("tunix", "float32", STEP_TOKENS, step_s, ("google-tunix", "jax", "flax"), peak_memory_bytes=peak_memory_bytes())
 

@@ -6,6 +6,8 @@ import scipy.special
 
 from jaxprorl.rollout.draws import draw, sample_keys, truncate
 
+draw_compiled = jax.jit(draw)  # once per shape; where the uniform number is replaced, draw itself
+
 
 def keys(count: int, step: int = 0) -> jax.Array:
     return sample_keys(jnp.uint32(1), jnp.uint32(step), jnp.arange(count), jnp.zeros(count, jnp.int32))
@@ -34,10 +36,23 @@ def test_draws_invert_the_cumulative_distribution(monkeypatch: pytest.MonkeyPatc
         assert int(draw(logits_1V, keys(1), jnp.zeros(1, jnp.int32), jnp.float32(1.0))[0]) == token
 
 
+@pytest.mark.parametrize("vocabulary", [5, 128, 129, 20_000])
+def test_draws_of_any_vocabulary_agree_with_float64(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits_BV = 3 * np.random.RandomState(0).standard_normal((50, vocabulary)).astype(np.float32)
+    after_BV = np.cumsum(scipy.special.softmax(logits_BV.astype(np.float64), axis=1), axis=1)
+    rounding = 2e-5  # of float32 sums over the 157 blocks of the largest, and 128 tokens of one: at most 285 x 2^-24
+    for uniform in (0.0, 0.2, 0.7, 0.999):
+        monkeypatch.setattr(jax.random, "uniform", lambda key, uniform=uniform: jnp.float32(uniform))
+        token_B = np.asarray(draw(logits_BV, keys(50), jnp.zeros(50, jnp.int32), jnp.float32(1.0)))
+        after_B = after_BV[np.arange(50), token_B]
+        before_B = np.where(token_B > 0, after_BV[np.arange(50), token_B - 1], 0.0)
+        assert (before_B <= uniform + rounding).all() and (uniform <= after_B + rounding).all()
+
+
 def test_temperature_0_takes_the_likeliest_and_reads_no_randomness() -> None:
     logits_BV = np.random.RandomState(0).standard_normal((20, 50)).astype(np.float32)
     for step in range(3):
-        token_B = draw(logits_BV, keys(20, step), jnp.full(20, step), jnp.float32(0.0))
+        token_B = draw_compiled(logits_BV, keys(20, step), jnp.full(20, step), jnp.float32(0.0))
         np.testing.assert_array_equal(token_B, logits_BV.argmax(axis=1))
 
 
@@ -46,7 +61,7 @@ def test_every_part_of_the_key_and_the_position_change_the_draw() -> None:
 
     def token(seed: int = 1, step: int = 2, prompt: int = 3, sample: int = 4, position: int = 5) -> int:
         key_B = sample_keys(jnp.uint32(seed), jnp.uint32(step), jnp.array([prompt]), jnp.array([sample]))
-        return int(draw(logits_BV, key_B, jnp.array([position]), jnp.float32(1.0))[0])
+        return int(draw_compiled(logits_BV, key_B, jnp.array([position]), jnp.float32(1.0))[0])
 
     found = [token(), token(seed=2), token(step=1), token(prompt=4), token(sample=3), token(position=4)]
     assert token() == found[0] and len(set(found)) == 6

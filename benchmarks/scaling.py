@@ -46,9 +46,11 @@ def overrides(fields: Mapping[str, int]) -> list[str]:
         "workload.vocab_size": fields.get("workload.vocab_size", WORK["model"]["vocab_size"]), "batch.prompts": fields["batch.prompts"],
         "batch.refill_prompts": fields["batch.prompts"], "rollout.samples_per_prompt": samples,
         "rollout.slots": fields["batch.prompts"] * samples, "rollout.min_response_tokens": length, "rollout.max_response_tokens": length,
-        "batch.row_tokens": WORK["prompt_tokens"] + length, "batch.micro_batch_rows": max(2, min(16, 2048 // length)),
-        "model.attention": "naive" if length == WORK["response_tokens"] else "auto", "steps": 3, "workload.warmup_steps": 1,
+        "steps": 3, "workload.warmup_steps": 1,
     }  # fmt: skip
+    if length != WORK["response_tokens"]:  # else as step.py has it
+        values |= {"model.attention": "auto", "batch.row_tokens": WORK["prompt_tokens"] + length}
+        values |= {"batch.micro_batch_rows": max(2, min(16, 2048 // length))}
     return [f"--config.{name}={value}" for name, value in values.items()]
 
 

@@ -56,8 +56,8 @@ def get_config() -> ConfigDict:
     c.filtering.rule = "off"
     c.batch.prompts = c.batch.refill_prompts = WORK["prompts"]
     c.batch.updates = 1
-    c.batch.row_tokens = WORK["prompt_tokens"] + WORK["response_tokens"]
-    c.batch.micro_batch_rows = 16
+    c.batch.row_tokens = WORK["prompt_tokens"] - 1 + 2 * (1 + WORK["response_tokens"])  # a prompt and two of its samples
+    c.batch.micro_batch_rows = 8
     c.rollout.samples_per_prompt = WORK["samples_per_prompt"]
     c.rollout.max_prompt_tokens = WORK["prompt_tokens"]
     c.rollout.min_response_tokens = c.rollout.max_response_tokens = WORK["response_tokens"]

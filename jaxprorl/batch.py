@@ -25,7 +25,7 @@ def int_names(shared: bool) -> tuple[str, ...]:
     return (*INT_NAMES, "context_ids") if shared else INT_NAMES
 
 
-def micro_batches_per_update(config: ConfigDict, shared: bool = False) -> int:
+def micro_batches_per_update(config: ConfigDict, shared: bool) -> int:
     """M: enough micro-batches for the largest mini-batch of the longest sequences."""
     batch, rollout = config.batch, config.rollout
     groups, samples = -(-batch.prompts // batch.updates), rollout.samples_per_prompt
@@ -35,7 +35,7 @@ def micro_batches_per_update(config: ConfigDict, shared: bool = False) -> int:
     return -(-rows // batch.micro_batch_rows)
 
 
-def batch_shapes(config: ConfigDict, mesh: Mesh, shared: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+def batch_shapes(config: ConfigDict, mesh: Mesh, shared: bool) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and shardings of a batch, for compilation; see `host_batch`."""
     updates, whole = config.batch.updates, replicated(mesh)
     shape = (updates, micro_batches_per_update(config, shared), config.batch.micro_batch_rows, config.batch.row_tokens)
@@ -54,7 +54,7 @@ def per_sample_shape(config: ConfigDict, mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((config.batch.prompts, config.rollout.samples_per_prompt), "float32", sharding=replicated(mesh))
 
 
-def host_batch(config: ConfigDict, groups: Sequence[Group], shared: bool = False) -> dict[str, np.ndarray]:
+def host_batch(config: ConfigDict, groups: Sequence[Group], shared: bool) -> dict[str, np.ndarray]:
     """Packs groups into mini-batches of nearly equal numbers of groups, in prompt order. Samples that do not count are left out.
 
     Args:
@@ -81,7 +81,7 @@ def host_batch(config: ConfigDict, groups: Sequence[Group], shared: bool = False
         else:
             layout = assign_rows([sample.tokens for sample in samples], row_tokens, config.batch.packing)
         packed = pack(samples, layout, capacity * rows, row_tokens, ("engine_logp", "sequence"), shared)
-        packed["sequence"] = packed["sequence"].astype(np.int32)  # exact: there are less than 2^24 samples
+        packed["sequence"] = packed["sequence"].astype(np.int32)  # exact: there are fewer than 2^24 samples
         mini_batches.append({name: value.reshape(capacity, rows, row_tokens) for name, value in packed.items()})
         used.append(-(-len(layout) // rows))
         limit = config.rollout.max_response_tokens
@@ -95,7 +95,7 @@ def host_batch(config: ConfigDict, groups: Sequence[Group], shared: bool = False
     }
 
 
-def device_batch(config: ConfigDict, groups: Sequence[Group], mesh: Mesh, shared: bool = False) -> Batch:
+def device_batch(config: ConfigDict, groups: Sequence[Group], mesh: Mesh, shared: bool) -> Batch:
     """The batch on the devices."""
     shapes = batch_shapes(config, mesh, shared)
     return jax.device_put(host_batch(config, groups, shared), {name: shape.sharding for name, shape in shapes.items()})

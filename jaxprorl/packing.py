@@ -20,7 +20,7 @@ class Sample:
     Attributes:
         prompt_ids: int32 [prompt_tokens], context only.
         response_ids: int32 [response_tokens], learned.
-        per_token: float32 [response_tokens] arrays by name, packed beside the tokens.
+        per_token: [response_tokens] arrays by name, packed beside the tokens.
         group: samples of the same number have the same prompt.
     """
 
@@ -116,7 +116,7 @@ def pack(
         layout: indices of the samples in each row, as `assign_rows` or, if shared, `assign_shared_rows` gives them.
         rows: B, rows of the result; those beyond the layout are padding.
         row_tokens: S.
-        names: which `per_token` arrays to pack.
+        names: which `per_token` arrays to pack, as float32.
         shared: a prompt is there once per row.
 
     Returns:

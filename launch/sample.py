@@ -19,6 +19,8 @@ from jaxprorl.data.tokenizer import Tokenizer
 from jaxprorl.errors import UserError
 from jaxprorl.types import Group
 
+LEAVE_WITHIN_S = 60.0  # after Ctrl-C
+
 
 def panel(group: Group, tokenizer: Tokenizer) -> Panel:
     """One prompt with its completions. All text is shown as it is, special tokens included."""
@@ -55,10 +57,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
     args = parser.parse_args()
 
+    from jaxprorl.preemption import Preemption
     from jaxprorl.sampling import sample
 
     try:
-        sampled = sample(args.run, args.split, args.task, args.prompts, args.samples, args.temperature, args.seed)
+        with Preemption(LEAVE_WITHIN_S):
+            sampled = sample(args.run, args.split, args.task, args.prompts, args.samples, args.temperature, args.seed)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 from jaxprorl import config as config_module
 from jaxprorl.commit import committed_steps
 from jaxprorl.errors import UserError
-from jaxprorl.preemption import INTERRUPTED
+from jaxprorl.preemption import EXIT_STATUS, INTERRUPTED
 from jaxprorl.run_folder import RunFolder
 
 
@@ -58,6 +58,10 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"interrupted: {what_comes_next(config)}", file=sys.stderr)
         return INTERRUPTED
+    except SystemExit as preempted:
+        if preempted.code != EXIT_STATUS:
+            raise
+        return EXIT_STATUS
     greedy = summary["greedy"]
     print(before_after_text(summary["before"], summary["after"], greedy["before"], greedy["after"]))
     print(f"{summary['steps']} steps are done; report: {Path(config.runs_dir) / config.run_name / 'report.html'}")
@@ -66,7 +70,10 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    if status == INTERRUPTED:  # all is closed, and threads of libraries, interrupted anywhere, might not let the interpreter end
+    if status in (
+        EXIT_STATUS,
+        INTERRUPTED,
+    ):  # all is closed; threads of libraries, interrupted anywhere, might not end
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -21,10 +21,11 @@ def main(argv: list[str]) -> int:
         config = config_module.load(argv)
         config_module.validate(config)
         from jaxprorl.monitoring.progress import Progress
+        from jaxprorl.preemption import Preemption
         from jaxprorl.start import base_model, prepare_devices
 
         mesh = prepare_devices(config)
-        with Progress(0, config.monitoring.progress) as progress:
+        with Preemption(config.checkpoint.save_within_s), Progress(0, config.monitoring.progress) as progress:
             folder, cached = base_model(config, mesh, progress)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

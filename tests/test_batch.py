@@ -35,7 +35,7 @@ def test_samples_that_could_not_be_graded_are_left_out_and_the_others_carry_thei
     advantage_PN = batch_advantages(config, groups, 0, np.zeros((4, 4)))
     np.testing.assert_allclose(advantage_PN[1], [0.7071068, -1.4142136, 0, 0.7071068], rtol=1e-6)
     assert advantage_PN.shape == (4, 4) and not advantage_PN[2:].any()
-    arrays = jax.device_get(device_batch(config, groups, make_mesh("dp")))
+    arrays = jax.device_get(device_batch(config, groups, make_mesh("dp"), shared=False))
     # The second group is the second mini-batch; its samples are numbers 4, 5 and 7.
     assert sorted(sequences(arrays, 1)) == [([5, 6, 7, 10, 11], [10, 11], 4), ([5, 6, 7, 20], [20], 5), ([5, 6, 7, 40], [40], 7)]
     learned = arrays["mask"][1] > 0
@@ -50,7 +50,7 @@ def test_samples_whose_engine_failed_are_left_out_too() -> None:
     group = dataclasses.replace(group, completions=(*group.completions[:2], failed, group.completions[3]))
     # Counted are 1 and 0: mean 1/2, deviation 1/2.
     np.testing.assert_array_equal(batch_advantages(config, [group], 0, np.zeros((4, 4)))[0], [1, 0, 0, -1])
-    assert [targets for _, targets, _ in sequences(host_batch(config, [group]), 0)] == [[10], [40]]
+    assert [targets for _, targets, _ in sequences(host_batch(config, [group], shared=False), 0)] == [[10], [40]]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_samples_whose_engine_failed_are_left_out_too() -> None:
     ],
 )
 def test_weights_and_denominators_by_hand(aggregation: str, weight: list[float], denominator: float) -> None:
-    arrays = host_batch(tiny_config(algorithm__aggregation=aggregation), [group_with_errors()])
+    arrays = host_batch(tiny_config(algorithm__aggregation=aggregation), [group_with_errors()], shared=False)
     np.testing.assert_allclose(arrays["weight_PN"], [weight, [0] * 4, [0] * 4, [0] * 4], rtol=1e-7)
     np.testing.assert_array_equal(arrays["denominator"], [denominator, 0])
 
@@ -134,7 +134,7 @@ def test_shaping_comes_before_the_advantages_and_follows_the_step() -> None:
 def test_mini_batches_take_the_groups_in_prompt_order_and_evenly(groups: int, updates: int, expected: list[int]) -> None:
     config = tiny_config(batch__prompts=8, batch__updates=updates)
     made = [make_group(make_prompt(i, [i + 1] * 3), [[40, 41], [42]] * 2, [1, 0, 0, 0]) for i in range(groups)]
-    arrays = host_batch(config, made)
+    arrays = host_batch(config, made, shared=False)
     found = [sorted({tokens[0] - 1 for tokens, _, _ in sequences(arrays, update)}) for update in range(updates)]
     assert [len(ids) for ids in found] == expected
     assert [i for ids in found for i in ids] == list(range(groups))
@@ -145,18 +145,18 @@ def test_mini_batches_take_the_groups_in_prompt_order_and_evenly(groups: int, up
 def test_everything_lies_in_the_micro_batches_that_are_in_use() -> None:
     config = tiny_config(batch__prompts=6, batch__updates=2, batch__micro_batch_rows=2)
     groups = random_groups(6)
-    arrays = host_batch(config, groups)
+    arrays = host_batch(config, groups, shared=False)
     learned = sum(len(completion.token_ids) for group in groups for completion in group.completions)
     assert arrays["mask"].sum() == learned
     for update, used in enumerate(arrays["micro_batches"]):
         filled = arrays["segment_ids"][update].any(axis=(1, 2))
         np.testing.assert_array_equal(filled, np.arange(len(filled)) < used)
-    assert (arrays["micro_batches"] < micro_batches_per_update(config)).all()  # packing is worth something
+    assert (arrays["micro_batches"] < micro_batches_per_update(config, shared=False)).all()  # packing is worth something
 
 
 def test_without_packing_rows_hold_one_sequence_each_from_their_first_token_on() -> None:
     groups = random_groups(4)
-    packed, alone = (host_batch(tiny_config(batch__packing=packing), groups) for packing in (True, False))
+    packed, alone = (host_batch(tiny_config(batch__packing=packing), groups, shared=False) for packing in (True, False))
     assert packed["segment_ids"].max() > 1
     assert alone["segment_ids"].max() == 1
     assert (np.diff(alone["segment_ids"], axis=-1) <= 0).all()  # padding follows
@@ -182,9 +182,9 @@ def test_a_batch_has_the_shapes_and_shardings_that_were_compiled_for(groups: int
 def test_the_longest_possible_sequences_fit() -> None:
     # 5 prompts in 2 updates: 3 groups of 4 samples at most, each in a row of its own, 4 rows per micro-batch: 3 micro-batches.
     config = tiny_config(batch__prompts=5, batch__updates=2, batch__row_tokens=20)
-    assert micro_batches_per_update(config) == 3
+    assert micro_batches_per_update(config, shared=False) == 3
     groups = [make_group(make_prompt(i, [1] * 8), [[2] * 12] * 4, [1, 0, 0, 0]) for i in range(5)]
-    arrays = host_batch(config, groups)
+    arrays = host_batch(config, groups, shared=False)
     np.testing.assert_array_equal(arrays["micro_batches"], [3, 2])
     assert arrays["mask"].sum() == 5 * 4 * 12
 
@@ -201,7 +201,7 @@ def test_samples_of_a_group_share_their_prompt() -> None:
     learned = arrays["mask"] > 0
     assert arrays["sequence"][learned].tolist() == [number for number in range(8) for _ in range(2)]
     assert arrays["engine_logp"][learned].tolist() == [-1, -2] * 8
-    apart = host_batch(config, groups)
+    apart = host_batch(config, groups, shared=False)
     assert ((arrays["segment_ids"] > 0).sum(), (apart["segment_ids"] > 0).sum()) == (14 + 5 + 11, 8 * 5)
 
 

@@ -330,7 +330,7 @@ def test_the_first_update_is_on_policy_and_later_ones_are_not() -> None:
     np.testing.assert_allclose([metrics["ratio.min"][0], metrics["ratio.max"][0]], 1, rtol=0, atol=1e-12)
     assert metrics["clip.low_share"][0] == metrics["clip.high_share"][0] == 0
     # Ratio 1 everywhere: the loss is minus the mean advantage per token.
-    batch = host_batch(tiny_config(), random_groups(4))
+    batch = host_batch(tiny_config(), random_groups(4), shared=True)
     advantage_BS = advantages(random_groups(4)).ravel()[batch["sequence"][0]] * batch["mask"][0]
     expected = -advantage_BS.sum() / batch["mask"][0].sum()
     assert metrics["loss.policy"][0] == pytest.approx(expected, rel=1e-6)
@@ -437,7 +437,7 @@ def test_metrics_by_hand() -> None:
 
 def test_gradients_are_finite_where_policies_have_nothing_in_common() -> None:
     config = tiny_config()
-    rows = {name: jnp.asarray(value[0, 0]) for name, value in host_batch(config, random_groups(4)).items() if value.ndim == 4}
+    rows = {name: jnp.asarray(value[0, 0]) for name, value in host_batch(config, random_groups(4), shared=True).items() if value.ndim == 4}
     rows |= {"advantage": jnp.ones(rows["mask"].shape), "weight": jnp.ones(rows["mask"].shape)}
     gradient_of = jax.grad(lambda params, rows: objective(build(MODEL, Compute()), params, rows, config)[0])
     gradient_of = jax.jit(gradient_of, compiler_options=QUICK_COMPILE)

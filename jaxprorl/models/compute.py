@@ -53,7 +53,7 @@ class Compute:
 
     @property
     def on_one_cpu(self) -> bool:
-        """Whether the arrays at hand are whole, on a CPU."""
+        """Whether what is differentiated is whole, on a CPU. (Only sampling has no mesh on other devices.)"""
         return self.platform == "cpu" and (self.own_rows or self.mesh is None or self.mesh.size == 1)
 
     @property
@@ -80,7 +80,8 @@ def choose_compute(config: ConfigDict, head_dim: int, mesh: "Mesh") -> Compute:
         problem = unfit(compute, head_dim, batch.row_tokens, batch.packing)
         if problem:
             raise ConfigError(f"model.attention = {model.attention!r}: {problem}. 'auto' chooses what fits, 'chunked' runs anywhere")
-    return dataclasses.replace(compute, shared_prompts=batch.share_prompts and batch.packing and compute.attention == "naive")
+    shared = batch.share_prompts and batch.packing and config.rollout.samples_per_prompt > 1 and compute.attention == "naive"
+    return dataclasses.replace(compute, shared_prompts=shared)
 
 
 def automatic_compute(config: ConfigDict, head_dim: int, section: str, mesh: "Mesh") -> Compute:

@@ -130,8 +130,8 @@ class Qwen2(nnx.Module):
         Args:
             tokens_BS: int32 token ids.
             positions_BS: int32, counted from 0 inside every sequence.
-            segment_ids_BS: int32, 0 = padding; tokens see only earlier tokens of their own segment,
-            context_ids_BS: and of this one, a prompt that several segments share (see `packing.pack`).
+            segment_ids_BS: int32, 0 = padding; tokens see earlier tokens of their own segment.
+            context_ids_BS: another segment that they see, a prompt that several share (see `packing.pack`); None = there are none.
 
         Returns:
             hidden_BSD after the final norm, in the compute dtype.

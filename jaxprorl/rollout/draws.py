@@ -28,7 +28,7 @@ def draw(logits_BV: jax.Array, key_B: jax.Array, position_B: jax.Array, temperat
         weight_BN = jnp.sum(weight_BNW, axis=-1)
         block_B, rest_B = _first_above(weight_BN, uniform_B * jnp.sum(weight_BN, axis=-1))
         token_B, _ = _first_above(jnp.take_along_axis(weight_BNW, block_B[:, None, None], axis=1)[:, 0], rest_B)
-        return block_B * BLOCK_TOKENS + token_B
+        return jnp.minimum(block_B * BLOCK_TOKENS + token_B, logits_BV.shape[1] - 1)  # logits that are not finite end in the padding
 
     def likeliest(logits_BV: jax.Array) -> jax.Array:
         return _first(logits_BV == jnp.max(logits_BV, axis=-1, keepdims=True))
@@ -39,11 +39,11 @@ def draw(logits_BV: jax.Array, key_B: jax.Array, position_B: jax.Array, temperat
 def _first_above(weight_BN: jax.Array, target_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Index of the first cumulative sum above the target, and what of the target the weights before it leave.
 
-    Rounded sums may rise where nothing is added, and the target may reach the total: entries without weight are left out, and the target
-    is kept below the largest sum, so that none of them is ever taken.
+    Rounded sums may rise where nothing is added, the target may reach the total, and what was left of another one may be below 0:
+    entries without weight count as 0, and the target is kept from 0 to below the largest sum, so that none of them is ever taken.
     """
     cumulative_BN = jnp.where(weight_BN > 0, jnp.cumsum(weight_BN, axis=-1), 0.0)
-    target_B = jnp.minimum(target_B, jnp.nextafter(jnp.max(cumulative_BN, axis=-1), 0.0))
+    target_B = jnp.clip(target_B, 0.0, jnp.nextafter(jnp.max(cumulative_BN, axis=-1), 0.0))
     index_B = _first(cumulative_BN > target_B[:, None])
     return index_B, target_B - jnp.sum(jnp.where(jnp.arange(weight_BN.shape[1]) < index_B[:, None], weight_BN, 0.0), axis=-1)
 

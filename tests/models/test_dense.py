@@ -2,8 +2,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from factories import QUICK_COMPILE, random_params, tiny_model
+from flax import nnx
 
+from jaxprorl.models.compute import Compute
 from jaxprorl.models.dense import multiply_plainly, transposed_copy
+from jaxprorl.models.qwen2 import build
+from jaxprorl.sharding.mesh import make_mesh
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -29,3 +34,26 @@ def test_the_copy_is_the_transposed_array_in_memory() -> None:
     assert "lhs_contracting_dims={0}" not in text
     plain = jax.jit(lambda x, d: x.T @ d).lower(jnp.ones((512, 256)), jnp.ones((512, 128))).compile().as_text()
     assert "lhs_contracting_dims={0}" in plain
+
+
+def test_only_what_is_whole_on_a_cpu_is_multiplied_so() -> None:
+    one, two = make_mesh("dp", jax.devices()[:1]), make_mesh("dp", jax.devices()[:2])
+    assert Compute().on_one_cpu and Compute(mesh=one).on_one_cpu and Compute(mesh=two, own_rows=True).on_one_cpu
+    assert not Compute(mesh=two).on_one_cpu
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_models_gradients_read_their_operands_as_they_lie(dtype: str) -> None:
+    """Every product with a kernel, forward and backward: none contracts the first axis of its left side or the last of its right."""
+    model = tiny_model(num_hidden_layers=1, vocab_size=4096)
+    ids = jnp.ones((2, 16), jnp.int32)
+
+    def layer_products(compute: Compute) -> str:
+        graphdef = build(model, compute)
+        hidden = jax.grad(lambda params: nnx.merge(graphdef, params)(ids, ids, ids).astype(jnp.float32).sum())  # type: ignore[operator]
+        text = jax.jit(hidden, compiler_options=QUICK_COMPILE).lower(random_params(model)).compile().as_text()
+        return "\n".join(line for line in text.splitlines() if " dot(" in line and "batch_dims" not in line)
+
+    turned = "lhs_contracting_dims={0}"
+    assert turned not in layer_products(Compute(dtype))
+    assert turned in layer_products(Compute(dtype, mesh=make_mesh("dp", jax.devices()[:2])))

@@ -30,7 +30,7 @@ def after_a_reset(dtype: str, reference_dtype: str) -> tuple[Any, TrainState, An
     state = start_state(config, jax.device_put(random_params(MODEL), shardings.params), shardings)
     far = jax.tree.map(lambda x: 0.5 * x, state.reference)
     state = jax.jit(lambda state: reset(state, config), out_shardings=shardings)(TrainState(state.params, far, state.opt_state))
-    batch = device_batch(config, random_groups(4), mesh)
+    batch = device_batch(config, random_groups(4), mesh, shared=True)
     log_probs = jax.jit(make_log_probs(build(MODEL, Compute(dtype, mesh=mesh)), config))
     before = log_probs(state.params, far, batch)[0]
     assert not np.array_equal(before["old_logp"], before["reference_logp"])

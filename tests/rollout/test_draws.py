@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.special
 
-from jaxprorl.rollout.draws import draw, sample_keys, truncate
+from jaxprorl.rollout.draws import _first_above, draw, sample_keys, truncate
 
 draw_compiled = jax.jit(draw)  # once per shape; where the uniform number is replaced, draw itself
 
@@ -25,6 +25,20 @@ def test_a_token_without_weight_is_never_drawn(uniform: float, monkeypatch: pyte
     assert np.isin(token_B, allowed).all()
     if uniform in (0.0, 1 - 2**-23):
         assert (token_B == (allowed[0] if uniform == 0.0 else allowed[-1])).all()
+
+
+@pytest.mark.parametrize("target", [-1e-7, 0.0, 3.0, 4.0])
+def test_whatever_rounding_makes_of_the_target_a_weight_is_found(target: float) -> None:
+    index_B, _ = _first_above(jnp.array([[0.0, 1.0, 0.0, 2.0, 0.0]]), jnp.array([target]))
+    assert index_B.tolist() == [1 if target <= 0 else 3]
+
+
+@pytest.mark.parametrize("vocabulary", [100, 128, 300])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_still_give_a_token_of_the_vocabulary(vocabulary: int, temperature: float) -> None:
+    logits_BV = jnp.full((2, vocabulary), jnp.nan)
+    token_B = draw_compiled(logits_BV, keys(2), jnp.zeros(2, jnp.int32), jnp.float32(temperature))
+    assert ((token_B >= 0) & (token_B < vocabulary)).all()
 
 
 def test_draws_invert_the_cumulative_distribution(monkeypatch: pytest.MonkeyPatch) -> None:

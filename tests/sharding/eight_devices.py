@@ -52,6 +52,10 @@ CASES: dict[str, tuple[str, dict[str, int], str, Any, int]] = {
     "few_heads_one": ("dp", {}, "naive", FEW_HEADS, 1),
     "few_heads_tp": ("fsdp_tp", {"tensor": 4}, "chunked", FEW_HEADS, 8),
     "few_heads_tp_naive": ("fsdp_tp", {"tensor": 4}, "naive", FEW_HEADS, 8),
+    "one_shared": ("dp", {}, "naive, prompts shared", MODEL, 1),
+    "zero1_shared": ("zero1", {}, "naive, prompts shared", MODEL, 8),
+    "tp_shared": ("tp", {}, "naive, prompts shared", MODEL, 8),
+    "fsdp_cp_shared": ("fsdp_cp", {"context": 2}, "naive, prompts shared", MODEL, 8),
 }
 ENGINES = ("one", "dp", "fsdp", "zero1", "own", "tp", "fsdp_tp", "fsdp_cp", "few_heads_one", "few_heads_tp")
 
@@ -85,9 +89,10 @@ def run(name: str, folder: Path) -> dict[str, np.ndarray]:
     strategy, sizes, attention, model, count = CASES[name]
     config, mesh = config_of(strategy), make_mesh(strategy, jax.devices()[:count], sizes)
     state, shardings = place(model, strategy, mesh)
-    compute = Compute("float32", attention, 8, "none", mesh, strategy)
+    attention, _, shared = attention.partition(", ")
+    compute = Compute("float32", attention, 8, "none", mesh, strategy, shared_prompts=bool(shared))
     graphdef, groups = build(model, compute), random_groups(config.batch.prompts)
-    batch = device_batch(config, groups, mesh)
+    batch = device_batch(config, groups, mesh, bool(shared))
     jit = partial(jax.jit, compiler_options=QUICK_COMPILE)
     fixed, kl_sum_PN = jit(update.make_log_probs(graphdef, config))(state.params, state.reference, batch)
     step = update.make_train_step(graphdef, config, param_shardings(model, mesh, strategy), moment_shardings(model, mesh, strategy))
@@ -105,7 +110,7 @@ def run(name: str, folder: Path) -> dict[str, np.ndarray]:
     for key, value in fresh_params.items():
         assert value.sharding.is_equivalent_to(shardings.params[key], value.ndim), (name, key)
     found |= {f"init.{key}": value for key, value in fresh_params.items()}
-    if count == 8:  # saved, restored under another strategy, saved again, restored on four devices, then on one, then as it was
+    if count == 8 and not shared:  # saved, restored under another strategy, saved again, restored on four devices, on one, and as it was
         after = [*RING, *RING][list(RING).index(strategy) + 1]
         others = ((after, 8, RING[after]), ("fsdp", 4, {}), ("dp", 1, {}), (strategy, 8, sizes))
         for number, (s, devices, axes) in enumerate(others):

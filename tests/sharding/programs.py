@@ -117,7 +117,7 @@ def training(
     shardings = state_shardings(config, workload.model, mesh)
     declared = declarations(workload.model)
     params = {name: jax.ShapeDtypeStruct(d.shape, d.dtype, sharding=shardings.params[name]) for name, d in declared.items()}
-    state, batch = abstract_state(config, params, shardings), batch_shapes(config, mesh)
+    state, batch = abstract_state(config, params, shardings), batch_shapes(config, mesh, shared=False)
     log_probs = make_log_probs(graphdef, config)
     names = jax.eval_shape(log_probs, state.params, state.reference, batch)[0]
     whole = replicated(mesh)

@@ -95,7 +95,7 @@ def trained(strategy: str, devices: int) -> tuple[Any, dict[str, np.ndarray]]:
     reference = jax.device_put(random_params(MODEL) | {"q_kernel": 0.9 * random_params(MODEL)["q_kernel"]}, shardings.params)
     state = TrainState(params, reference, make_optimizer(config).init(jax.tree.map(jnp.asarray, random_params(MODEL))))
     state = jax.device_put(state, shardings)
-    batch = device_batch(config, random_groups(4), mesh)
+    batch = device_batch(config, random_groups(4), mesh, shared=True)
     graphdef = build(MODEL, Compute(mesh=mesh))
     log_probs = jax.jit(make_log_probs(graphdef, config), compiler_options=QUICK_COMPILE)
     step = jax.jit(make_train_step(graphdef, config), out_shardings=(shardings, replicated(mesh)), compiler_options=QUICK_COMPILE)

@@ -153,12 +153,24 @@ def test_every_strategy_computes_what_one_device_does(results: dict[str, dict[st
     moved = results["one"]["params.up_kernel"] - random_params(CASES["one"][3])["up_kernel"]
     assert np.abs(moved).max() > 1e-4
     for name, (*_, model, count) in CASES.items():
-        alone = results["one" if model == CASES["one"][3] else "few_heads_one"]
+        alone = results["one_shared" if "shared" in name else "one" if model == CASES["one"][3] else "few_heads_one"]
         assert results[name].keys() == alone.keys()
         for key, value in results[name].items():
             limit = next((limit for prefix, limit in LIMITS.items() if key.startswith(prefix)), 1e-5)
             scale = max(np.abs(alone[key]).max(), 1e-9)
             np.testing.assert_allclose(value / scale, alone[key] / scale, rtol=0, atol=limit, err_msg=f"{name} ({count} devices): {key}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_shared_prompts_compute_what_prompts_of_ones_own_do(results: dict[str, dict[str, np.ndarray]]) -> None:
+    shared, alone = results["one_shared"], results["one"]
+    assert (shared["micro_batches"] < alone["micro_batches"]).any()  # two fifths of the tokens were prompts
+    for key, value in alone.items():
+        if key.startswith(("metrics.", "params.", "kl_sum_PN")):
+            limit = next((limit for prefix, limit in LIMITS.items() if key.startswith(prefix)), 1e-5)
+            scale = max(np.abs(value).max(), 1e-9)
+            np.testing.assert_allclose(shared[key] / scale, value / scale, rtol=0, atol=limit, err_msg=key)
 
 
 @pytest.mark.slow

@@ -70,10 +70,7 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    if status in (
-        EXIT_STATUS,
-        INTERRUPTED,
-    ):  # all is closed; threads of libraries, interrupted anywhere, might not end
+    if status in (EXIT_STATUS, INTERRUPTED):  # all is closed; threads of libraries, interrupted anywhere, might not end
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -1,6 +1,7 @@
 """Two CPU devices, the second environment for parity tests, and the order and counting of tests."""
 
 import os
+import signal
 import subprocess
 import textwrap
 import time
@@ -16,6 +17,8 @@ import psutil
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 2)
+# A shell has its background jobs ignore Ctrl-C, and so would all processes that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 NO_REFERENCE = "no second environment"

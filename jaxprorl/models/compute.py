@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 ATTENTION = ("naive", "chunked", "triton", "splash", "cudnn")
 REMAT = ("none", "dots", "attention", "full")  # from most to least memory; see models/remat.py
 PLATFORM = {"triton": "gpu", "splash": "tpu", "cudnn": "gpu"}  # the others run anywhere
+NAIVE_CPU_TOKENS = 256  # longest rows that `naive` computes as fast as `chunked` on CPUs, of whatever sequences (docs/attention.md)
 KERNEL_BLOCK_TOKENS = 128  # rows of `triton` and `splash` are cut into blocks of this length
 
 
@@ -87,15 +88,16 @@ def choose_compute(config: ConfigDict, head_dim: int, mesh: "Mesh") -> Compute:
 def automatic_compute(config: ConfigDict, head_dim: int, section: str, mesh: "Mesh") -> Compute:
     """How to compute rows of any packing, those of `section` ("batch" or "warmstart"): the platform's kernel if shapes fit, else by length.
 
-    A row of one chunk costs `chunked` as much memory as the whole row of scores costs `naive`; a longer one less (docs/attention.md).
-    `naive` also takes parts of rows that chunks do not divide.
+    A row of one chunk costs `chunked` as much memory as the whole row of scores costs `naive`; a longer one less, and on CPUs time too from
+    some length on (docs/attention.md). `naive` also takes parts of rows that chunks do not divide.
 
     Raises:
         ConfigError: no attention takes rows of this length on this mesh.
     """
     row_tokens, chunk_tokens = config[section].row_tokens, config.model.attention_chunk_tokens
     compute = Compute(config.model.dtype, "chunked", chunk_tokens, config.model.remat, mesh, config.mesh.strategy)
-    for name in ("triton", "splash", *(("naive",) if row_tokens <= chunk_tokens else ("chunked", "naive"))):
+    short = row_tokens <= max(chunk_tokens, NAIVE_CPU_TOKENS if compute.platform == "cpu" else 0)
+    for name in ("triton", "splash", *(("naive",) if short else ("chunked", "naive"))):
         chosen = dataclasses.replace(compute, attention=name)
         problem = unfit(chosen, head_dim, row_tokens, packing=True, section=section)
         if not problem:

@@ -26,8 +26,10 @@ def mesh_of(platform: str, data: int = 2, fsdp: int = 1, context: int = 1) -> An
     ("platform", "row_tokens", "head_dim", "expected"),
     [
         ("cpu", 96, 32, "naive"),
-        ("cpu", 128, 128, "naive"),  # one chunk
-        ("cpu", 129, 128, "chunked"),
+        ("cpu", 256, 128, "naive"),
+        ("cpu", 257, 128, "chunked"),
+        ("gpu", 128, 80, "naive"),  # one chunk
+        ("gpu", 129, 80, "chunked"),
         ("gpu", 2048, 128, "triton"),
         ("cuda", 2048, 64, "triton"),
         ("gpu", 2000, 128, "chunked"),  # no multiple of the kernel's block

@@ -112,6 +112,7 @@ def training(
     config.mesh.strategy, config.model.dtype = strategy, workload.dtype
     config.batch.prompts, config.batch.updates, config.rollout.samples_per_prompt = 1, 1, 2 * workload.rows
     config.batch.micro_batch_rows, config.batch.row_tokens = workload.rows, workload.row_tokens
+    config.rollout.max_response_tokens = workload.row_tokens - config.rollout.max_prompt_tokens  # each may need a row: two micro-batches
     mesh = make_mesh(strategy, devices, mesh_axes(sizes))
     graphdef = build(workload.model, Compute(workload.dtype, attention, remat=remat, mesh=mesh, strategy=strategy))
     shardings = state_shardings(config, workload.model, mesh)

@@ -53,9 +53,9 @@ class Compute:
         return STRATEGIES[self.strategy].params
 
     @property
-    def on_one_cpu(self) -> bool:
-        """Whether what is differentiated is whole, on a CPU. (Only sampling has no mesh on other devices.)"""
-        return self.platform == "cpu" and (self.own_rows or self.mesh is None or self.mesh.size == 1)
+    def copies_for_gradients(self) -> bool:
+        """Whether `dense.multiply_plainly` pays: bfloat16 arrays that are whole, on a CPU. (Only sampling has no mesh on other devices.)"""
+        return self.dtype == "bfloat16" and self.platform == "cpu" and (self.own_rows or self.mesh is None or self.mesh.size == 1)
 
     @property
     def platform(self) -> str:

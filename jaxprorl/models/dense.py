@@ -1,4 +1,4 @@
-"""Activations times a kernel, with a backward pass that suits XLA on CPUs."""
+"""Activations times a kernel, with a backward pass that suits CPUs in bfloat16."""
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -8,9 +8,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 def multiply_plainly(x_ND: jax.Array, kernel_DF: jax.Array) -> jax.Array:
     """x_ND @ kernel_DF; gradients multiply transposed copies.
 
-    XLA:CPU gives the fast paths (bfloat16: the matrix unit) only to products of operands as they lie in memory, which d kernel^T and
-    x^T d are not. For N, D, F = 1536, 256, 1024 on one core: bfloat16 10.3 and 11.2 ms, with copies 2.0 and 2.7; float32 9.1 and 9.6,
-    with copies 6.8 and 8.1. Operands must be whole: over a split one the compiler would not split the copy.
+    XLA:CPU gives its matrix unit only products of operands as they lie in memory, which d kernel^T and x^T d are not. For
+    N, D, F = 1536, 256, 1024 on one core they take 5.1 and 6.2 ms, with copies 1.4 and 1.7; in float32, which has no such unit, the same
+    either way. Operands must be whole: over a split one the compiler would not split the copy.
     """
     return x_ND @ kernel_DF
 

@@ -163,7 +163,7 @@ class Qwen2(nnx.Module):
 
         # Rows and tokens that are both split cannot become one axis without a gather.
         cut = self.compute.row_mesh is not None and self.compute.row_mesh.shape[CONTEXT_AXIS] > 1
-        multiply = multiply_plainly if self.compute.on_one_cpu else jnp.matmul
+        multiply = multiply_plainly if self.compute.copies_for_gradients else jnp.matmul
         unroll = c.num_hidden_layers if c.num_hidden_layers <= UNROLL_MAX_LAYERS else 1
         body = remat(body, self.compute.remat, unrolled=unroll > 1)
         (x_BSD, caches), _ = jax.lax.scan(body, (x_BSD, caches), (stacked, jnp.arange(c.num_hidden_layers)), unroll=unroll)

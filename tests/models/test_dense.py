@@ -36,14 +36,15 @@ def test_the_copy_is_the_transposed_array_in_memory() -> None:
     assert "lhs_contracting_dims={0}" in plain
 
 
-def test_only_what_is_whole_on_a_cpu_is_multiplied_so() -> None:
+def test_only_what_is_whole_and_bfloat16_on_a_cpu_is_multiplied_so() -> None:
     one, two = make_mesh("dp", jax.devices()[:1]), make_mesh("dp", jax.devices()[:2])
-    assert Compute().on_one_cpu and Compute(mesh=one).on_one_cpu and Compute(mesh=two, own_rows=True).on_one_cpu
-    assert not Compute(mesh=two).on_one_cpu
+    for compute in (Compute("bfloat16"), Compute("bfloat16", mesh=one), Compute("bfloat16", mesh=two, own_rows=True)):
+        assert compute.copies_for_gradients
+    assert not Compute("bfloat16", mesh=two).copies_for_gradients
+    assert not Compute("float32").copies_for_gradients
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_models_gradients_read_their_operands_as_they_lie(dtype: str) -> None:
+def test_the_models_gradients_read_their_operands_as_they_lie() -> None:
     """Every product with a kernel, forward and backward: none contracts the first axis of its left side or the last of its right."""
     model = tiny_model(num_hidden_layers=1, vocab_size=4096)
     ids = jnp.ones((2, 16), jnp.int32)
@@ -55,5 +56,5 @@ def test_the_models_gradients_read_their_operands_as_they_lie(dtype: str) -> Non
         return "\n".join(line for line in text.splitlines() if " dot(" in line and "batch_dims" not in line)
 
     turned = "lhs_contracting_dims={0}"
-    assert turned not in layer_products(Compute(dtype))
-    assert turned in layer_products(Compute(dtype, mesh=make_mesh("dp", jax.devices()[:2])))
+    assert turned not in layer_products(Compute("bfloat16"))
+    assert turned in layer_products(Compute("bfloat16", mesh=make_mesh("dp", jax.devices()[:2])))

@@ -17,8 +17,7 @@ from jaxprorl.sharding.mesh import make_mesh, moment_shardings, param_shardings
 from jaxprorl.sharding.strategies import AXES, BATCH_AXES, FSDP, STRATEGIES, WHOLE, Strategy, Table, mesh_sizes
 
 # What one device gives is compared as it is, or in units of the largest entry of its own kind (gradients, moments).
-# Differences of log-probs, which are about 4 nats and off by 1e-5 of that, and exponentials of them.
-LIMITS = {"metrics.kl.": 1e-4, "kl_sum_PN": 1e-4, "metrics.ratio.": 1e-4}
+LIMITS = {"metrics.kl.": 1e-4, "kl_sum_PN": 1e-4}  # means of differences of log-probs: a thousandth of what they are differences of
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

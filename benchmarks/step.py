@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from jaxprorl.models.hf import hf_keys
 from jaxprorl.models.hf.config import config_json
 from jaxprorl.models.qwen2 import Qwen2Config, declarations
 from jaxprorl.monitoring import jsonl
-from jaxprorl.preemption import Preemption, UninterruptedStack
+from jaxprorl.preemption import Preemption
 from jaxprorl.run_folder import open_run
 from jaxprorl.start import Training, start
 from jaxprorl.train import loop
@@ -160,7 +161,7 @@ def main(argv: list[str]) -> None:
     """Makes model and questions in a temporary folder, runs, prints."""
     with tempfile.TemporaryDirectory() as folder:
         config = prepare(Path(folder), argv)
-        with Preemption(config.checkpoint.save_within_s) as preemption, UninterruptedStack() as stack:
+        with Preemption(config.checkpoint.save_within_s) as preemption, ExitStack() as stack:
             training = start(config, open_run(config, stack), stack)
             steps_s, phases_s = measure(training, preemption)
             training.checkpoints.wait()

@@ -286,7 +286,7 @@ def get_config() -> ConfigDict:
     c.checkpoint.keep_resets = True  # and those right before a reset
     c.checkpoint.on_damage = "stop"  # the newest one is damaged: "stop", or "previous" = go on from the one before, saying so
     c.checkpoint.accept = ""  # what may differ from the run being resumed, comma-separated: fields of this file, data, tokenizer, reward
-    c.checkpoint.save_within_s = 60.0  # after SIGTERM or SIGUSR1: finish the step, save and leave within this time; after Ctrl-C: leave
+    c.checkpoint.save_within_s = 60.0  # after SIGTERM or SIGUSR1: finish the step, save and leave within this time
 
     c.mesh = ConfigDict()  # devices as a grid (docs/sharding.md); sizes of 0 are chosen by the strategy, which fills one axis with the rest
     c.mesh.strategy = "dp"  # table in jaxprorl/sharding/strategies.py: "dp", "fsdp", "zero1", "tp", "fsdp_tp" or "fsdp_cp"

@@ -20,7 +20,6 @@ from ml_collections import ConfigDict
 from jaxprorl import commit
 from jaxprorl.errors import CheckpointError
 from jaxprorl.models.qwen2 import Params
-from jaxprorl.preemption import interrupts_held
 from jaxprorl.state import RunState, TrainState
 
 SCHEMA = 6  # raise it when the content of a checkpoint changes meaning
@@ -72,7 +71,6 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="commit")
         self._saving: tuple[int, Future[None]] | None = None  # step and outcome of the save under way
 
-    @interrupts_held()
     def save(self, state: TrainState, host: Host, validation_solve_rate: float | None = None, reset_boundary: bool = False) -> None:
         """Copies the arrays to the host and returns; files are written and committed in the background.
 
@@ -113,7 +111,6 @@ class Checkpoints:
             if later > step:
                 commit.remove(self.folder, later)
 
-    @interrupts_held()  # leaving would wait for that save as well
     def wait(self) -> None:
         """Blocks until the save under way is committed.
 
@@ -131,7 +128,6 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    @interrupts_held()
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             self.wait()

@@ -8,6 +8,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxprorl.commit import committed_steps
 from jaxprorl.config import differences, to_json
 from jaxprorl.errors import ConfigError, DataError
 from jaxprorl.monitoring import jsonl
@@ -136,7 +137,8 @@ def _open_run(config: ConfigDict, stack: ExitStack) -> RunFolder:
         folder.path.mkdir()
         lock = stack.enter_context(RunLock(folder.path))
     if lock.stale_owner:
-        print(f"{folder.path}: process {lock.stale_owner['pid']} on {lock.stale_owner['host']} died here; its lock is taken over")
+        owner = f"process {lock.stale_owner['pid']} on {lock.stale_owner['host']}"
+        print(f"{folder.path}: {owner} was killed or interrupted here; its lock is taken over", flush=True)
     if folder.config.is_file() and folder.events.exists():  # else a start that failed before it did anything
         stored = json.loads(to_json(read_config(folder.path)))
         changed = [
@@ -156,6 +158,14 @@ def _open_run(config: ConfigDict, stack: ExitStack) -> RunFolder:
     temporary.write_text(to_json(config))
     temporary.rename(folder.config)
     return folder
+
+
+def what_comes_next(folder: RunFolder) -> str:
+    """What the same command will do after an interruption."""
+    steps = committed_steps(folder.checkpoints)
+    if not steps:
+        return "there is no checkpoint yet, the same command starts over"
+    return f"the same command goes on from the last checkpoint, of step {steps[-1]}"
 
 
 def check_begun_stages(folder: RunFolder, stored: list[Any], now: list[Any]) -> None:

@@ -33,7 +33,6 @@ from jaxprorl.models.qwen2 import Params, Qwen2Config, declarations, parameter_c
 from jaxprorl.monitoring import events
 from jaxprorl.monitoring.progress import Progress
 from jaxprorl.monitoring.recorder import NO_LINES, Recorder
-from jaxprorl.preemption import interrupts_held
 from jaxprorl.recipe import longest, never_reached, stage_configs
 from jaxprorl.rewards import registry
 from jaxprorl.rewards.pool import GraderPool
@@ -153,7 +152,6 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
     tasks = {prompt.task for split in (splits.train, splits.validation, splits.held_out) for prompt in split}
     recorder = stack.enter_context(Recorder(config, folder, progress, tasks, domains, run.step, offsets))
 
-    @interrupts_held()
     def open_engine(stage_config: ConfigDict) -> Engine:
         engine = make_engine(stage_config, model_config, mesh, tokenizer.stop_ids, folder.path, progress.note)
         stack.callback(engine.close)
@@ -162,9 +160,8 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
     settings, exam_engine = make_settings(
         config, run.stage, splits.train, computes, model_config, mesh, open_engine, recorder, state, shardings, fresh=not run.step
     )
-    with interrupts_held():  # until the stack has them
-        graders = stack.enter_context(grader_pool(config, config.reward, folder))
-        exam_graders = stack.enter_context(grader_pool(config, config.evaluation.reward or config.reward, folder))
+    graders = stack.enter_context(grader_pool(config, config.reward, folder))
+    exam_graders = stack.enter_context(grader_pool(config, config.evaluation.reward or config.reward, folder))
     training = Training(
         settings, settings[run.stage], folder, mesh, tokenizer, model_config, splits, exam_engine,
         graders=graders, exam_graders=exam_graders,

@@ -3,8 +3,10 @@
 import json
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -25,7 +27,7 @@ from jaxprorl.evaluation.summary import build_summary, peak_memory_bytes, write_
 from jaxprorl.export import write_model
 from jaxprorl.monitoring.alarms import AlarmError, Paused
 from jaxprorl.monitoring.profile import start_trace, stop_trace
-from jaxprorl.preemption import Preemption, UninterruptedStack
+from jaxprorl.preemption import Preemption
 from jaxprorl.resets.commands import Command, take_command
 from jaxprorl.resets.controller import gauges
 from jaxprorl.resets.optimizer import what_is_reset
@@ -36,7 +38,7 @@ from jaxprorl.rollout import surplus
 from jaxprorl.rollout.collect import Rollout, RolloutBatch
 from jaxprorl.rollout.engine import exam_sampling
 from jaxprorl.rollout.metrics import rollout_metrics, tokens_of
-from jaxprorl.run_folder import RunFolder, open_run
+from jaxprorl.run_folder import RunFolder, open_run, what_comes_next
 from jaxprorl.start import Training, evaluate_held_out, start
 from jaxprorl.state import RunState, TrainState
 from jaxprorl.types import Group
@@ -70,13 +72,14 @@ def train(config: ConfigDict) -> dict[str, Any]:
         NonFiniteError: `optimizer.max_skipped_updates` updates in a row had a gradient or a change that is not finite.
         AlarmError: an alarm with the action "stop" rings; the run is saved.
         Paused: one with the action "pause" rings; the run is saved (a SystemExit with `preemption.EXIT_STATUS`).
-        Preempted: SIGTERM or SIGUSR1 came; the run is saved (a SystemExit with `preemption.EXIT_STATUS`).
+        Preempted: SIGTERM or SIGUSR1 came; the run is saved (a SystemExit with `preemption.EXIT_STATUS`). Ctrl-C ends the process.
     """
     validate(config)
     started_s = time.perf_counter()
+    folder = RunFolder(Path(config.runs_dir) / config.run_name)
     # The stack is the inner one: it closes (and waits for the last save) while signals and the time limit still count.
-    with Preemption(config.checkpoint.save_within_s) as preemption, UninterruptedStack() as stack:
-        folder = open_run(config, stack)
+    with Preemption(config.checkpoint.save_within_s, partial(what_comes_next, folder)) as preemption, ExitStack() as stack:
+        open_run(config, stack)
         summary = finished(config, folder)
         if summary:
             return summary

@@ -19,8 +19,6 @@ from jaxprorl.data.tokenizer import Tokenizer
 from jaxprorl.errors import UserError
 from jaxprorl.types import Group
 
-LEAVE_WITHIN_S = 60.0  # after Ctrl-C
-
 
 def panel(group: Group, tokenizer: Tokenizer) -> Panel:
     """One prompt with its completions. All text is shown as it is, special tokens included."""
@@ -61,7 +59,7 @@ def main() -> int:
     from jaxprorl.sampling import sample
 
     try:
-        with Preemption(LEAVE_WITHIN_S):
+        with Preemption():
             sampled = sample(args.run, args.split, args.task, args.prompts, args.samples, args.temperature, args.seed)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
         from jaxprorl.start import base_model, prepare_devices
 
         mesh = prepare_devices(config)
-        with Preemption(config.checkpoint.save_within_s), Progress(0, config.monitoring.progress) as progress:
+        with Preemption(), Progress(0, config.monitoring.progress) as progress:
             folder, cached = base_model(config, mesh, progress)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,11 +1,8 @@
 import dataclasses
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +15,6 @@ from jaxprorl import checkpoint, commit
 from jaxprorl.checkpoint import Checkpoints, newest_sound_step, read_host, require_space, restore_params, restore_state
 from jaxprorl.compilation import no_compilation
 from jaxprorl.errors import CheckpointError
-from jaxprorl.preemption import Preemption
 from jaxprorl.sharding.mesh import make_mesh, param_shardings
 from jaxprorl.start import abstract_params
 from jaxprorl.state import TrainState
@@ -76,23 +72,6 @@ def test_a_reference_in_bfloat16_comes_back_in_bfloat16(checkpoints: Checkpoints
     checkpoints.save(state, HOST)
     checkpoints.wait()
     assert_equal(restore_state(folder, 3, abstract(tiny_model(), mesh, model__reference_dtype="bfloat16")), state)
-
-
-def test_ctrl_c_in_the_middle_of_a_save_lets_it_be_committed(folder: Path, state: TrainState, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut short, Orbax's threads would wait for a signal of the other half of its call."""
-    with pytest.raises(KeyboardInterrupt), Preemption(60.0), Checkpoints(folder, CONFIG) as checkpoints:
-        manager = checkpoints._checkpointer._async_manager
-        start = manager.start_async_commit
-
-        def interrupted_start(*args: Any, **kwargs: Any) -> None:
-            os.kill(os.getpid(), signal.SIGINT)  # files are being written, and nothing waits for them yet
-            start(*args, **kwargs)
-
-        monkeypatch.setattr(manager, "start_async_commit", interrupted_start)
-        checkpoints.save(state, HOST)
-        raise AssertionError("not reached")
-    assert commit.committed_steps(folder) == [HOST.run.step]
-    assert commit.damage(folder, HOST.run.step) is None
 
 
 def test_saving_compiles_nothing_and_stores_the_state_at_the_call_while_donated_updates_go_on(

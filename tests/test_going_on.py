@@ -180,7 +180,7 @@ def test_two_runs_in_one_folder_the_second_is_refused_and_a_stale_lock_taken_ove
     assert second.stderr.startswith(f"error: runs/tiny is in use by process {first.process.pid} on ")
     ended = tiny_run.train(place, f"steps={STEPS + 1}")
     assert f"process {first.process.pid} on " in ended.stdout
-    assert "died here; its lock is taken over" in ended.stdout
+    assert "was killed or interrupted here; its lock is taken over" in ended.stdout
 
 
 def test_a_run_starts_from_the_policy_of_another_with_a_fresh_optimizer_and_a_reference_in_bfloat16(place: Path) -> None:

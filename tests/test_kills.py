@@ -1,6 +1,7 @@
-"""Kill it anywhere: a run that is killed -9 again and again equals the uninterrupted one, file by file and bit by bit."""
+"""Kill it anywhere: a run that is killed -9 and interrupted again and again equals the uninterrupted one, file by file and bit by bit."""
 
 import json
+import os
 import random
 import re
 import shutil
@@ -16,26 +17,30 @@ import tiny_run
 from jaxprorl import commit
 from jaxprorl.checkpoint import read_host
 from jaxprorl.checkpoint_diff import compare
+from jaxprorl.preemption import INTERRUPTED
 
 pytestmark = pytest.mark.slow
 
 KILLED = -signal.SIGKILL
-RANDOM = "random"  # SIGKILL from outside at a random time; any other name is a point of kill_at.py
+RANDOM = "random"  # SIGKILL from outside at a random time
+CTRL_C = "ctrl_c"  # at a random time as well; any other name is a point of kill_at.py, for SIGKILL
+CTRL_C_WITHIN_S = 5.0
+PYTHON_STARTS_S = 0.3  # an earlier Ctrl-C meets the interpreter's own handler
 # As few checkpoints as possible are kept, so that retention has something to remove.
 OPTIONS = ("checkpoint.keep=1", "checkpoint.keep_resets=False", "checkpoint.keep_best=0")
 CLOCKED = ("seconds", "completion_tokens_per_s", "peak_memory_bytes")  # of summary.json
 
-SHORT = ("generation:5", "just_after_saving", "update:2", RANDOM, RANDOM)
+SHORT = ("generation:5", "just_after_saving", "update:2", RANDOM, CTRL_C)
 
 # One run each, of so many steps that a third of the time goes into the loop (and that the data's second epoch begins).
 # A named point must be reached from every state that the kills before it may leave: those of the loop come first.
 LONG_STEPS = 24
 RUNS = {
-    "without_executables": ("torn_entry:3", "compilation", "warm_start:2", "compilation:2", *[RANDOM] * 4),
-    "without_model": ("warm_start_model", "evaluation_before:2", "generation:3", "grading:4", *[RANDOM] * 4),
-    "first_steps": ("evaluation_before_file", "samples:2", "swap:2", "record", *[RANDOM] * 5),
-    "later_steps": ("just_after_saving", "reset", "update:2", "validation", "retention", *[RANDOM] * 4),
-    "end": ("saving:3", RANDOM, RANDOM, "evaluation_after:2", RANDOM, "model", RANDOM, "summary", "report"),
+    "without_executables": ("torn_entry:3", "compilation", "warm_start:2", "compilation:2", *[RANDOM] * 4, *[CTRL_C] * 3),
+    "without_model": ("warm_start_model", "evaluation_before:2", "generation:3", "grading:4", *[RANDOM] * 4, *[CTRL_C] * 3),
+    "first_steps": ("evaluation_before_file", "samples:2", "swap:2", "record", *[RANDOM] * 5, *[CTRL_C] * 3),
+    "later_steps": ("just_after_saving", "reset", "update:2", "validation", "retention", *[RANDOM] * 4, *[CTRL_C] * 3),
+    "end": ("saving:3", RANDOM, RANDOM, CTRL_C, "evaluation_after:2", RANDOM, "model", RANDOM, "summary", "report"),
 }
 TOTAL: list[str] = []  # of all these runs
 
@@ -83,7 +88,7 @@ class Victim:
     def kill(self, where: str) -> None:
         """One start and its kill, which has landed when this returns."""
         opened_ns = self._log_changed_ns()
-        ended = self._at_a_random_time() if where == RANDOM else self._at_a_point(where)
+        ended = self._at_a_random_time(where) if where in (RANDOM, CTRL_C) else self._at_a_point(where)
         self._said += ended.stdout
         last = tiny_run.lines(self.run / "events.jsonl")[-1:] if self._log_changed_ns() > opened_ns else []
         after = "".join(f", step {event['step']} {event['kind']}" for event in last)
@@ -105,22 +110,26 @@ class Victim:
         assert not command.left_behind()
         return ended
 
-    def _at_a_random_time(self) -> tiny_run.Ended:
+    def _at_a_random_time(self, where: str) -> tiny_run.Ended:
         """If the run ended first, it is put back to where it was, and an earlier time is drawn."""
         before = self._place / "before"
         if self.run.exists():
             shutil.copytree(self.run, before)
         latest_s = self._uninterrupted.seconds
         while True:
-            at_s = self._random.uniform(0, latest_s)
+            at_s = self._random.uniform(PYTHON_STARTS_S if where == CTRL_C else 0.0, latest_s)
             command = tiny_run.Command(self._place, *self._uninterrupted.options)
             try:
                 command.process.wait(at_s)
             except subprocess.TimeoutExpired:
-                command.process.kill()
-            ended = command.wait()
+                if where == CTRL_C:
+                    os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does: to all of them
+                else:
+                    command.process.kill()
+            ended = command.wait(CTRL_C_WITHIN_S if where == CTRL_C else 240)
             assert not command.left_behind()
-            if ended.status == KILLED:
+            if ended.status == (INTERRUPTED if where == CTRL_C else KILLED):
+                assert "Traceback" not in ended.stderr
                 shutil.rmtree(before, ignore_errors=True)
                 return ended
             assert ended.status == 0, f"exit status {ended.status}\n{ended.stdout}\n{ended.stderr}"
@@ -260,7 +269,7 @@ def test_a_run_killed_at_named_points_and_at_random_times_equals_the_uninterrupt
         victim.kill(where)
     said = victim.finish()
     TOTAL.extend(victim.landed)
-    by_chance = sum(where.startswith(RANDOM) for where in TOTAL)
+    by_chance = sum(where.startswith((RANDOM, CTRL_C)) for where in TOTAL)
     show(capsys, f"{len(TOTAL)} kills landed so far, {by_chance} of them at random times; in this run: {'; '.join(victim.landed)}")
     assert ("removed the torn cache entry" in said) == (name == "without_executables")
     assert_equal(victim.run, long_reference.run)
@@ -270,4 +279,5 @@ def test_the_long_form_kills_often_enough_and_at_every_point() -> None:
     kills = [kill.partition(":")[0] for kills in RUNS.values() for kill in kills]
     assert len(kills) >= 30
     assert kills.count(RANDOM) >= 15
-    assert set(kills) - {RANDOM} == set(points())
+    assert kills.count(CTRL_C) >= 10
+    assert set(kills) - {RANDOM, CTRL_C} == set(points())

@@ -9,7 +9,7 @@ from configs.base import stage
 from configs.quickstart import get_config
 from jaxprorl import run_folder
 from jaxprorl.errors import ConfigError, RunLockedError
-from jaxprorl.run_folder import RunFolder, move_aside
+from jaxprorl.run_folder import RunFolder, move_aside, what_comes_next
 
 
 @pytest.fixture
@@ -210,3 +210,12 @@ def test_stages_may_be_added_to_a_run_without_them_if_the_first_changes_nothing(
     changed = stage("one", 5, {"batch.prompts": 8})
     assert refused_stages(staged(config, changed, accept=accept)).startswith("stages.0: ")
     open_run(staged(config, stage("one", 5), changed | {"name": "two"}, accept=accept))
+
+
+def test_an_interruption_says_whether_anything_was_saved(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "x")
+    assert what_comes_next(folder) == "there is no checkpoint yet, the same command starts over"
+    (folder.checkpoints / "step_4.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert "starts over" in what_comes_next(folder)
+    (folder.checkpoints / "step_10.commit.json").write_text("{}")
+    assert what_comes_next(folder) == "the same command goes on from the last checkpoint, of step 10"

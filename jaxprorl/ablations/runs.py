@@ -16,7 +16,7 @@ from typing import Any
 from jaxprorl.ablations.plan import Plan, resolve
 from jaxprorl.config import differences
 from jaxprorl.errors import ConfigError, RunLockedError
-from jaxprorl.preemption import EXIT_STATUS, Preempted
+from jaxprorl.preemption import EXIT_STATUS, SIGNALS, Preempted
 from jaxprorl.run_folder import move_aside
 from jaxprorl.run_lock import RunLock
 from jaxprorl.warmstart.fields import start_fields
@@ -161,7 +161,7 @@ def execute(plan: Plan, home: Home, tell: Callable[[str], None]) -> None:
 
     Raises:
         Preempted: SIGTERM came; the run under way was told and has saved.
-        KeyboardInterrupt: Ctrl-C; the run under way had it too.
+        KeyboardInterrupt: Ctrl-C; the run under way was told and has ended.
     """
     runs = all_runs(plan)
     starts: dict[int, str] = {}  # seed -> why there is no start model, "" if there is one
@@ -199,26 +199,27 @@ def run_process(script: str, experiment: str, changes: Sequence[str], log: Path)
     """Exit status of a script of launch/ and what it printed, which is added to `log` too. Raises Preempted and KeyboardInterrupt."""
     command = [sys.executable, str(LAUNCH / script), f"--config={experiment}", *(f"--config.{change}" for change in changes)]
     log.parent.mkdir(parents=True, exist_ok=True)
+    process: subprocess.Popen[bytes] | None = None
     stopping: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         stopping.append(number)
-        process.send_signal(number)
+        if process:
+            process.send_signal(number)  # for Ctrl-C in a terminal it is the second one, which changes nothing
 
-    with log.open("ab") as file:
-        begin = file.tell()
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
-        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
-        try:
+    before = {number: signal.signal(number, stop) for number in (*SIGNALS, signal.SIGINT)}
+    try:
+        with log.open("ab") as file:
+            begin = file.tell()
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+            if stopping:  # they came before there was a process to tell
+                process.send_signal(stopping[0])
             status = process.wait()
-        except BaseException:  # Ctrl-C, which reaches the process as well: it is waited for, then this goes on
-            process.wait()
-            raise
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if stopping:
-        raise Preempted
+        raise KeyboardInterrupt if signal.SIGINT in stopping else Preempted
     return status, log.read_bytes()[begin:].decode(errors="replace")
 
 

@@ -15,6 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
+from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +25,6 @@ import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
 from jaxprorl.errors import GraderError
-from jaxprorl.preemption import interrupts_held
 from jaxprorl.rewards import registry, worker
 from jaxprorl.types import Completion, Prompt, Score
 
@@ -87,13 +87,11 @@ class GraderPool:
         self._proven = False  # has ever given a result
         self._pool: ProcessPool | None = None
         try:
-            with interrupts_held():
-                self._pool = self._new_pool()
+            self._pool = self._new_pool()
         except BaseException:  # also Ctrl-C: nobody has this one yet, and its processes would stay
             self.close()
             raise
 
-    @interrupts_held()
     def submit(self, prompt: Prompt, completions: Sequence[Completion]) -> None:
         """Queues completions of one prompt. Completions that were aborted or failed become `grader_error` without being graded.
 
@@ -127,17 +125,15 @@ class GraderPool:
             GraderPoolError: the graders cannot work.
         """
         self._live_pool()
-        with interrupts_held():
-            self._send_all(self._waiting)
-            self._waiting = []
+        self._send_all(self._waiting)
+        self._waiting = []
         quiet_s = 0.0
         while self._running:
-            quiet_s = self._take_results(quiet_s)  # Ctrl-C has its effect between two calls
+            quiet_s = self._take_results(quiet_s)
         scores = {key: self._scores[key] for key in sorted(self._keys)}
         self._scores, self._keys = {}, set()
         return scores
 
-    @interrupts_held()
     def _take_results(self, quiet_s: float) -> float:
         """Waits at most _POLL_S for results and takes those that came. Takes and returns for how long none has."""
         done, _ = wait(list(self._running), timeout=_POLL_S, return_when=FIRST_COMPLETED)
@@ -152,7 +148,6 @@ class GraderPool:
                 self._settle(future, jobs)
         return quiet_s
 
-    @interrupts_held()
     def close(self) -> None:
         """Ends every process, also busy ones. May be called twice."""
         pool, self._pool = self._pool, None
@@ -171,7 +166,8 @@ class GraderPool:
         # Spawned, since forking a process with JAX's threads can deadlock.
         # The kernel ties a worker to the thread that started it, so a pool is to be made in a thread that outlives it.
         initargs = (self._spec, str(self._tokenizer_file), os.getpid())
-        with _held_signals():  # also for multiprocessing's resource tracker, which the first pool starts
+        with _held_signals():
+            _start_resource_tracker()
             pool = ProcessPool(self._workers, _RECYCLE_BATCHES, worker.start, initargs, _Context())
             active = pool.active  # reading it starts the processes now rather than at the first completion
         if not active:
@@ -279,6 +275,19 @@ def _held_signals() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_resource_tracker() -> None:
+    """Multiprocessing's process that removes the semaphores of one that was killed or interrupted: told not to warn of them."""
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [before, "ignore:resource_tracker"]))
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 class _Process(SpawnProcess):

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ PREFIX = "jaxprorl"
 
 _serial = itertools.count()
 _owned: set[Path] = set()  # names that this process has made and not removed
+_naming = threading.Lock()  # for making one and noting it here
 
 
 @dataclass
@@ -113,13 +115,13 @@ def create(folder: Path, run_folder: Path, role: str, number: int, size_bytes: i
         mapped = mmap.mmap(file, size_bytes)
     except BaseException as error:  # also Ctrl-C: reserving gigabytes takes seconds, and the file would outlive this process
         path.unlink()
+        _owned.discard(path)
         os.close(file)
         if not isinstance(error, OSError):
             raise
         raise SharedMemoryError(
             f"{path}: {_megabytes(size_bytes)} cannot be reserved ({error.strerror}); {_megabytes(free_bytes(folder))} are free in {folder}"
         ) from error
-    _owned.add(path)
     return Segment(path, memoryview(mapped), mapped, file)
 
 
@@ -161,7 +163,9 @@ def _new_file(folder: Path, stem: str) -> tuple[Path, int]:
     while True:
         path = folder / f"{stem}-{next(_serial)}"
         try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            with _naming:
+                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                _owned.add(path)
         except FileExistsError:  # left by a dead process with this id, or one of another id namespace
             continue
         try:
@@ -171,13 +175,16 @@ def _new_file(folder: Path, stem: str) -> tuple[Path, int]:
                     return path, file
         except BaseException:  # also Ctrl-C: the file would outlive this process
             path.unlink(missing_ok=True)
+            _owned.discard(path)
             os.close(file)
             raise
+        _owned.discard(path)
         os.close(file)  # someone reaped it before it was locked
 
 
 def unlink_owned() -> None:
-    """Removes the names that this process has made: for one that ends without closing them."""
+    """Removes the names that this process has made and lets it make no more: for one that ends now, without closing them."""
+    _naming.acquire()
     for path in tuple(_owned):
         with suppress(OSError):
             path.unlink()

@@ -21,7 +21,6 @@ from ml_collections import ConfigDict
 
 from jaxprorl.errors import EngineError
 from jaxprorl.models.qwen2 import Params, Qwen2Config
-from jaxprorl.preemption import interrupts_held
 from jaxprorl.rollout import ring, segments, weights_segment
 from jaxprorl.rollout.engine import Sampling
 from jaxprorl.rollout.preflight import RESPONSE_TOKENS, cache_bytes, context_tokens
@@ -218,7 +217,6 @@ class VllmEngine:
             if not self._pump():
                 time.sleep(POLL_S)
 
-    @interrupts_held()  # a process that was started is known, and a segment that was let go is let go once
     def _pump(self) -> bool:
         """Moves records both ways and looks after every worker. Whether anything came."""
         came = False

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxprorl.errors import EngineError, RingFullError, SharedMemoryError
-from jaxprorl.preemption import interrupts_held
 from jaxprorl.rollout import ring, segments
 from jaxprorl.rollout.records import Record, Stop, decode, encode
 from jaxprorl.rollout.ring import RingReader, RingWriter
@@ -150,7 +149,6 @@ class WorkerProcess:
         for segment in self._segments:
             segment.unlink()
 
-    @interrupts_held()  # between the lock and the `try` of Popen.poll, Ctrl-C would leave it locked, and `kill` would wait for ever
     def exit_code(self) -> int | None:
         """Negative for a signal; None while the process lives."""
         return self._process.poll()
@@ -171,7 +169,6 @@ class WorkerProcess:
             text = file.read().decode(errors="replace")
         return f"{self._log} ends with:\n{text[-LOG_TAIL_CHARS:]}"
 
-    @interrupts_held()
     def stop(self) -> None:
         """Ends the process in order if it listens, by force if not, and removes its rings."""
         try:
@@ -184,13 +181,11 @@ class WorkerProcess:
         finally:
             self.close()
 
-    @interrupts_held()
     def kill(self) -> None:
         """Ends the process at once. What it had committed can still be read."""
         self._process.kill()
         self._process.wait()
 
-    @interrupts_held()
     def close(self) -> None:
         """Kills the process and removes its rings; a second time it does nothing."""
         self.kill()

@@ -15,7 +15,6 @@ from factories import make_prompt, tiny_config, tiny_model
 
 from jaxprorl.errors import EngineError, SharedMemoryError
 from jaxprorl.models.hf.config import config_json
-from jaxprorl.preemption import Preemption
 from jaxprorl.rollout import ring, segments, vllm_engine, weights_segment, worker_process
 from jaxprorl.rollout.engine import Sampling
 from jaxprorl.rollout.records import Go, Ready, Request, Stop, decode
@@ -109,42 +108,6 @@ def test_ctrl_c_while_a_worker_is_stopped_ends_it_all_the_same(run_folder: Path,
     monkeypatch.setattr(process, "exchange", interrupt)
     with pytest.raises(KeyboardInterrupt):
         process.stop()
-    assert not Path(f"/proc/{process.pid}").exists()
-    assert left(run_folder) == []
-
-
-class SignallingLock:
-    """A lock that Ctrl-C comes to as soon as it is locked, the first time."""
-
-    def __init__(self, lock: Any):
-        self._lock, self._sent = lock, False
-
-    def acquire(self, *args: Any) -> bool:
-        locked = self._lock.acquire(*args)
-        if not self._sent:
-            self._sent = True
-            os.kill(os.getpid(), signal.SIGINT)
-        return bool(locked)
-
-    def release(self) -> None:
-        self._lock.release()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-@pytest.mark.timeout(60)
-def test_ctrl_c_inside_a_look_at_a_process_does_not_hang_its_end(run_folder: Path, python: str) -> None:
-    """`Popen.poll` locks, and unlocks in a `finally` that begins an instruction later."""
-    process = WorkerProcess(launch_of(run_folder, python))
-    process._process._waitpid_lock = SignallingLock(process._process._waitpid_lock)  # type: ignore[attr-defined]
-    with pytest.raises(KeyboardInterrupt), Preemption(60.0):
-        process.exit_code()
-        raise AssertionError("not reached")
-    process.close()
     assert not Path(f"/proc/{process.pid}").exists()
     assert left(run_folder) == []
 

@@ -264,6 +264,32 @@ def test_a_prompt_that_samples_share_changes_nothing(name: str, devices: int) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_divergence_from_a_reference_of_the_same_weights_is_exactly_0(devices: int, dtype: str) -> None:
+    """The pass with gradients multiplies and rounds like the one without, though one is written for a device and the other for all."""
+    config = tiny_config(batch__updates=1, batch__row_tokens=192, rollout__max_prompt_tokens=64, rollout__max_response_tokens=64)
+    model = tiny_model(num_hidden_layers=2, hidden_size=128, intermediate_size=256, head_dim=32)
+    random = np.random.RandomState(0)
+    groups = []
+    for prompt_id in range(4):
+        responses = [random.randint(1, 48, size=size) for size in (64, 50, 64, 64)]
+        groups.append(make_group(make_prompt(prompt_id, random.randint(1, 48, size=64)), responses, list(random.uniform(size=4))))
+    mesh = make_mesh("dp", jax.devices()[:devices])
+    params = jax.tree.map(jnp.asarray, random_params(model, 0, "float32"))
+    state = TrainState(params, params, make_optimizer(config).init(params))
+    state = jax.device_put(state, state_shardings(config, model, mesh))
+    graphdef = build(model, Compute(dtype, mesh=mesh, shared_prompts=True))
+    shardings = {name: shape.sharding for name, shape in batch_shapes(config, mesh, True).items()}
+    batch = jax.device_put(host_batch(config, groups, True), shardings)
+    fixed, kl_sum_PN = jax.jit(make_log_probs(graphdef, config))(state.params, state.reference, batch)
+    advantage_PN = batch_advantages(config, groups, 0, kl_sum_PN)
+    _, metrics = jax.jit(make_train_step(graphdef, config))(state, batch, fixed, advantage_PN)
+    assert metrics["grad_norm"] > 0
+    assert [float(metrics[name][0]) for name in ("kl.k1", "kl.k2", "kl.k3", "kl.k3_median")] == [0, 0, 0, 0]
+
+
+@pytest.mark.slow
 def test_the_order_of_samples_is_of_no_consequence() -> None:
     config = arm("gspo_k1_gradient_geometric", batch__updates=1)
     groups = random_groups(4)

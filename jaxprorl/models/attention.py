@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxprorl.models.chunked import chunked_attention, chunked_attention_part
 from jaxprorl.models.compute import Compute
 from jaxprorl.models.kernels import kernel
+from jaxprorl.models.naive import naive_attention, query_blocks
 from jaxprorl.models.remat import ATTENTION_NAME
 from jaxprorl.sharding.strategies import BATCH_AXES, CONTEXT_AXIS
 
@@ -30,7 +31,8 @@ def packed_attention(compute: Compute, segment_ids_BS: jax.Array, context_ids_BS
     """
     if compute.attention == "naive":
         blocks = query_blocks(segment_ids_BS.shape[1], 1 if compute.mesh is None else compute.mesh.shape[CONTEXT_AXIS])
-        return lambda q, k, v: checkpoint_name(naive_attention(q, k, v, segment_ids_BS, blocks, context_ids_BS), ATTENTION_NAME)
+        copies = compute.copies_for_gradients
+        return lambda q, k, v: checkpoint_name(naive_attention(q, k, v, segment_ids_BS, blocks, context_ids_BS, copies), ATTENTION_NAME)
     if context_ids_BS is not None:
         raise ValueError(f"{compute.attention!r} attention knows nothing of a context that segments share")
     rows: Callable[..., jax.Array]
@@ -68,59 +70,6 @@ def _on_mesh(
     # What kernels return does not say over which mesh axes it varies, so that goes unchecked.
     run = jax.shard_map(local, mesh=mesh, in_specs=(queries, keys, keys, tokens), out_specs=queries, check_vma=False)
     return run(q_BSHK, k_BSGK, v_BSGK, ids_BS)
-
-
-def query_blocks(row_tokens: int, parts: int) -> int:
-    """How many blocks of queries `naive_attention` takes: up to four of 64 tokens or more, one where a row is cut into parts.
-
-    Measured on 2 CPU cores, 16 rows of 192 tokens, forward and backward pass: three blocks 9.4 ms, two 10.0, one 13.1.
-    """
-    return 1 if parts > 1 else max(1, min(4, row_tokens // 64))
-
-
-def naive_attention(
-    q_BSHK: jax.Array,
-    k_BSGK: jax.Array,
-    v_BSGK: jax.Array,
-    segment_ids_BS: jax.Array,
-    blocks: int,
-    context_ids_BS: jax.Array | None = None,
-) -> jax.Array:
-    """context_BSHK under `packed_causal_mask`: every block of queries against the keys up to its own end.
-
-    Heads are in front and keys stand upright, so that both products, and those of the gradient with scores on the left, are plain
-    ones over the last two axes: with `attend`, XLA:CPU copied the scores from one order into another five times.
-    """
-    batch, size, heads, width = q_BSHK.shape
-    groups = k_BSGK.shape[2]
-    accumulate = jnp.promote_types(q_BSHK.dtype, jnp.float32)
-    q_BGRSK = q_BSHK.reshape(batch, size, groups, heads // groups, width).transpose(0, 2, 3, 1, 4)
-    k_BGKS, v_BGSK = k_BSGK.transpose(0, 2, 3, 1), v_BSGK.transpose(0, 2, 1, 3)
-    mask_B1SS = packed_causal_mask(segment_ids_BS, context_ids_BS)
-    contexts = []
-    for block in range(blocks):
-        start, end = size * block // blocks, size * (block + 1) // blocks
-        q = q_BGRSK[:, :, :, start:end].reshape(batch, groups, -1, width)
-        scores = jnp.matmul(q, k_BGKS[..., :end], preferred_element_type=accumulate) * width**-0.5
-        scores = scores.reshape(batch, groups, heads // groups, end - start, end)
-        scores = jnp.where(mask_B1SS[:, :, None, start:end, :end], scores, jnp.finfo(accumulate).min)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v_BSGK.dtype)
-        context = jnp.matmul(weights.reshape(batch, groups, -1, end), v_BGSK[:, :, :end])
-        contexts.append(context.reshape(batch, groups, heads // groups, end - start, width))
-    return jnp.concatenate(contexts, axis=3).transpose(0, 3, 1, 2, 4).reshape(q_BSHK.shape)
-
-
-def packed_causal_mask(segment_ids_BS: jax.Array, context_ids_BS: jax.Array | None = None) -> jax.Array:
-    """mask_B1SS: a token sees itself and earlier tokens of its own segment, and of the segment that is its context (0 = none).
-
-    Padding (segment 0), which must come last in a row of contexts, sees padding only.
-    """
-    size = segment_ids_BS.shape[1]
-    same = segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :]
-    if context_ids_BS is not None:
-        same |= context_ids_BS[:, :, None] == segment_ids_BS[:, None, :]
-    causal = jnp.arange(size)[:, None] >= jnp.arange(size)[None, :]
-    return (same & causal)[:, None]
 
 
 def attend(q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, mask_B1ST: jax.Array) -> jax.Array:

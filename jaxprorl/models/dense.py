@@ -28,5 +28,7 @@ multiply_plainly.defvjp(_forward, _backward)
 
 
 def transposed_copy(x: jax.Array) -> jax.Array:
-    """x^T in memory; left to itself, the compiler makes it another view of x."""
-    return jax.lax.optimization_barrier(with_layout_constraint(x.T, Layout(major_to_minor=(0, 1))))
+    """A copy of x with its last two axes exchanged; left to itself, the compiler makes it another view of x, or x one of it."""
+    in_order = Layout(major_to_minor=tuple(range(x.ndim)))
+    turned = with_layout_constraint(x, in_order).swapaxes(-1, -2)
+    return jax.lax.optimization_barrier(with_layout_constraint(turned, in_order))

@@ -6,12 +6,15 @@ from typing import Any
 import jax
 
 ATTENTION_NAME = "attention"  # checkpoint_name of what attention's backward pass would have to compute again
-# Primitives that hold it, with their name. The last two name nothing: mha of Triton, whose forward rule calls it whole, and cuDNN.
-ATTENTION_SAVED = {("name", ATTENTION_NAME), ("custom_vjp_call", None), ("dot_product_attention_fwd_wrapper", None)}
+# Primitives that hold it, with their name. Two have no such name in them: mha of Triton, whose forward rule calls it whole, and cuDNN.
+ATTENTION_SAVED = {("name", ATTENTION_NAME), ("custom_vjp_call", "mha"), ("dot_product_attention_fwd_wrapper", None)}
 
 
 def _attention_saved(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    return (primitive.name, parameters.get("name")) in ATTENTION_SAVED
+    name = parameters.get("name")
+    if primitive.name == "custom_vjp_call":
+        name = parameters["call_jaxpr"].jaxpr.debug_info.func_name
+    return (primitive.name, name) in ATTENTION_SAVED
 
 
 POLICIES: dict[str, Callable[..., bool]] = {

@@ -10,9 +10,10 @@ import pytest
 from factories import QUICK_COMPILE
 
 from jaxprorl.models import kernels
-from jaxprorl.models.attention import attend, packed_attention, packed_causal_mask
+from jaxprorl.models.attention import attend, packed_attention
 from jaxprorl.models.chunked import first_chunks
 from jaxprorl.models.compute import Compute
+from jaxprorl.models.naive import packed_causal_mask
 from jaxprorl.sharding.mesh import make_mesh
 
 KERNELS = ("triton", "splash")  # interpreted here

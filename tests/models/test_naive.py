@@ -1,0 +1,90 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from factories import QUICK_COMPILE
+
+from jaxprorl.models.compute import Compute
+from jaxprorl.models.naive import naive_attention, query_blocks
+from jaxprorl.sharding.mesh import make_mesh
+
+# One prompt with two samples, another segment and padding; and a row of padding alone.
+IDS_BS = np.stack([np.repeat([1, 2, 3, 4, 0], [40, 30, 33, 20, 7]), np.zeros(130, int)]).astype(np.int32)
+CONTEXTS_BS = np.where((IDS_BS == 2) | (IDS_BS == 3), 1, 0).astype(np.int32)
+HEADS, GROUPS, WIDTH = 4, 2, 16
+
+
+def inputs(dtype: str) -> tuple[np.ndarray, ...]:
+    """q, k, v and the derivative by the context."""
+    random = np.random.RandomState(0)
+    return tuple(random.standard_normal((*IDS_BS.shape, n, WIDTH)).astype(jnp.dtype(dtype)) for n in (HEADS, GROUPS, GROUPS, HEADS))
+
+
+def value_and_gradients(arrays: tuple[np.ndarray, ...], copies: bool, blocks: int) -> list[np.ndarray]:
+    @partial(jax.jit, compiler_options=QUICK_COMPILE)
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        attend = lambda q, k, v: naive_attention(q, k, v, jnp.asarray(IDS_BS), blocks, jnp.asarray(CONTEXTS_BS), copies)  # noqa: E731
+        context, back = jax.vjp(attend, *arrays[:3])
+        return context, *back(arrays[3])
+
+    with jax.enable_x64(arrays[0].dtype == np.float64):
+        return [np.asarray(x) for x in run(*map(jnp.asarray, arrays))]
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_its_own_backward_pass_gives_the_gradient(blocks: int) -> None:
+    arrays = inputs("float64")
+    for own, derived in zip(value_and_gradients(arrays, True, blocks), value_and_gradients(arrays, False, 1), strict=True):
+        assert own.dtype == np.float64
+        np.testing.assert_allclose(own, derived, rtol=0, atol=1e-13 * np.abs(derived).max())
+
+
+def test_in_bfloat16_its_gradient_is_as_close_to_the_exact_one_as_the_derived_one() -> None:
+    exact = value_and_gradients(inputs("float64"), False, 2)
+    own, derived = (value_and_gradients(inputs("bfloat16"), copies, 2) for copies in (True, False))
+    for ours, theirs, right in zip(own, derived, exact, strict=True):
+        assert ours.dtype == jnp.bfloat16
+        errors = [np.abs(x.astype(np.float64) - right).max() / np.abs(right).max() for x in (ours, theirs)]
+        assert errors[0] < max(1.5 * errors[1], 2**-8)
+        assert errors[1] < 0.03, "the comparison is with something sound"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_passes_with_and_without_gradients_have_the_same_bits(dtype: str) -> None:
+    """One value in 65,536 lies in the middle of two of bfloat16, which not all of XLA:CPU rounds alike: there are 1.6 million."""
+    ids, contexts = (jnp.asarray(np.tile(x, (2, 1))) for x in (IDS_BS, CONTEXTS_BS))
+    attend = partial(naive_attention, segment_ids_BS=ids, blocks=2, context_ids_BS=contexts)
+    alone = jax.jit(partial(attend, copies_for_gradients=False))
+
+    def with_gradients(copies: bool, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        context, back = jax.vjp(partial(attend, copies_for_gradients=copies), *arrays[:3])
+        return context, *back(arrays[3])
+
+    compiled = [jax.jit(partial(with_gradients, copies)) for copies in (True, False)]
+    for seed in range(12):
+        random = np.random.RandomState(seed)
+        arrays = [jnp.asarray(3 * random.standard_normal((*ids.shape, n, 64)), dtype) for n in (HEADS, GROUPS, GROUPS, HEADS)]
+        expected = alone(*arrays[:3])
+        for run in compiled:
+            np.testing.assert_array_equal(run(*arrays)[0], expected)
+
+
+def test_copies_are_for_bfloat16_on_cpus_alone() -> None:
+    def products(compute: Compute) -> str:
+        from jaxprorl.models.attention import packed_attention
+
+        shape = jax.ShapeDtypeStruct((2, 128, 2, 16), compute.dtype)
+        ids = jnp.ones((2, 128), jnp.int32)
+        loss = lambda q, k, v: packed_attention(compute, ids)(q, k, v).astype("float32").sum()  # noqa: E731
+        return str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(shape, shape, shape))
+
+    assert "layout_constraint" in products(Compute("bfloat16"))
+    assert "layout_constraint" not in products(Compute("float32"))
+    assert "layout_constraint" not in products(Compute("bfloat16", mesh=make_mesh("dp", jax.devices()[:2])))
+
+
+def test_blocks_have_64_queries_or_more_and_are_four_at_most() -> None:
+    assert [query_blocks(tokens, 1) for tokens in (1, 64, 127, 128, 192, 255, 256, 4096)] == [1, 1, 1, 2, 3, 3, 4, 4]
+    assert query_blocks(256, 2) == 1

@@ -230,7 +230,7 @@ def block(
 def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last axis, in x's dtype."""
     x32 = widened(x)
-    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps) * widened(scale_D)).astype(x.dtype)
+    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps) * widened(scale_D.astype(x.dtype))).astype(x.dtype)
 
 
 def add_bias(x_NF: jax.Array, bias_F: jax.Array) -> jax.Array:

@@ -69,7 +69,8 @@ class Checkpoints:
         handler = ocp.CompositeCheckpointHandler(state=_state_handler(), host=ocp.JsonCheckpointHandler())
         self._checkpointer = ocp.AsyncCheckpointer(handler)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="commit")
-        self._saving: tuple[int, Future[None]] | None = None  # step and outcome of the save under way
+        self._saving: tuple[int, Future[None]] | None = None  # step and outcome of the save that has not been waited for
+        self._last: Future[None] | None = None
 
     def save(self, state: TrainState, host: Host, validation_solve_rate: float | None = None, reset_boundary: bool = False) -> None:
         """Copies the arrays to the host and returns; files are written and committed in the background.
@@ -87,7 +88,12 @@ class Checkpoints:
             self._checkpointer.save(commit.step_folder(self.folder, step), args=arguments)
         except OSError as error:
             raise CheckpointError(f"checkpoint step {step} cannot be written to {self.folder}: {error}") from error
-        self._saving = step, self._thread.submit(self._commit, step, validation_solve_rate, reset_boundary)
+        self._last = self._thread.submit(self._commit, step, validation_solve_rate, reset_boundary)
+        self._saving = step, self._last
+
+    def saving(self) -> bool:
+        """Whether a save is not yet committed. May be called in any thread."""
+        return self._last is not None and not self._last.done()
 
     def _commit(self, step: int, validation_solve_rate: float | None, reset_boundary: bool) -> None:
         """Beside the loop, once Orbax's files are in place: digests, the commit record, and then retention."""

@@ -269,7 +269,7 @@ def prepare_devices(config: ConfigDict) -> Mesh:
     """The mesh, with host devices and the compilation cache set up; before anything else touches JAX."""
     set_cpu_devices(config)
     for name in use_compilation_cache(Path(config.cache_dir) / "xla"):
-        print(f"{config.cache_dir}: removed the torn cache entry {name}; it is compiled again")
+        print(f"{config.cache_dir}: removed the torn cache entry {name}; it is compiled again", flush=True)
     sizes = {"data": config.mesh.data, "fsdp": config.mesh.fsdp, "tensor": config.mesh.tensor, "context": config.mesh.context}
     try:
         return make_mesh(config.mesh.strategy, sizes=sizes)

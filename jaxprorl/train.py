@@ -72,7 +72,8 @@ def train(config: ConfigDict) -> dict[str, Any]:
         NonFiniteError: `optimizer.max_skipped_updates` updates in a row had a gradient or a change that is not finite.
         AlarmError: an alarm with the action "stop" rings; the run is saved.
         Paused: one with the action "pause" rings; the run is saved (a SystemExit with `preemption.EXIT_STATUS`).
-        Preempted: SIGTERM or SIGUSR1 came; the run is saved (a SystemExit with `preemption.EXIT_STATUS`). Ctrl-C ends the process.
+        Preempted: SIGTERM or SIGUSR1 came in the loop; the run is saved (a SystemExit with `preemption.EXIT_STATUS`). Anywhere else they
+            end the process, as Ctrl-C does everywhere.
     """
     validate(config)
     started_s = time.perf_counter()
@@ -84,6 +85,7 @@ def train(config: ConfigDict) -> dict[str, Any]:
         if summary:
             return summary
         training = start(config, folder, stack)
+        preemption.saving = training.checkpoints.saving
         with no_compilation(), preemption.guarded():
             loop(training, preemption)
         return finish(config, training, started_s)

@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except Preempted:
-        print("stopped: the run under way is saved; the same command goes on", file=sys.stderr)
+        print("stopped: what the run under way had to save is saved; the same command goes on", file=sys.stderr)
         raise
     except KeyboardInterrupt:
         print("interrupted: the same command goes on", file=sys.stderr)

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxprorl import config as config_module
 from jaxprorl.errors import UserError
+from jaxprorl.preemption import EXIT_STATUS
 
 
 def main(argv: list[str]) -> int:
@@ -49,4 +50,12 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        status = main(sys.argv[1:])
+    except SystemExit as left:
+        if left.code == EXIT_STATUS:  # all is saved and closed; a library's thread that does not end has to keep nobody waiting
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(EXIT_STATUS)
+        raise
+    sys.exit(status)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tiny_run
 
-from jaxprorl.preemption import EXIT_STATUS, INTERRUPTED, SIGNALS, Preempted, Preemption
+from jaxprorl.preemption import EXIT_STATUS, INTERRUPTED, LEAVE_WITHIN_S, REPEATED_WITHIN_S, SIGNALS, Preempted, Preemption
 from jaxprorl.rollout import segments
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,6 +133,9 @@ def test_a_second_signal_or_the_end_of_the_time_ends_what_saves(save_within_s: f
         started_s = time.perf_counter()
         assert process.stdout and process.stdout.readline() == "saving\n"
         if second:
+            process.send_signal(signal.SIGTERM)  # the first one again
+            time.sleep(0 if second == signal.SIGINT else REPEATED_WITHIN_S + 0.1)
+            assert process.poll() is None
             process.send_signal(second)
         _, stderr = process.communicate(timeout=30)
     seconds = time.perf_counter() - started_s
@@ -140,6 +143,82 @@ def test_a_second_signal_or_the_end_of_the_time_ends_what_saves(save_within_s: f
     assert stderr.endswith(": more to come\n")
     assert seconds < 5 if second else 2.9 < seconds < 30
     assert ("SIGTERM: not ended 3 s later" in stderr and "<module>" in stderr) == (second is None)
+
+
+# No guarded work; a save that is under way for as long as a file is missing.
+SAVING = """
+import sys, time
+from pathlib import Path
+from jaxprorl.preemption import Preemption
+with Preemption(float(sys.argv[1])) as preemption:
+    preemption.saving = lambda: not Path(sys.argv[2]).exists()
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, EXIT_STATUS), (signal.SIGINT, INTERRUPTED)])
+def test_only_ctrl_c_does_not_wait_for_a_save_under_way(tmp_path: Path, number: int, status: int) -> None:
+    with program(SAVING, LONG_S, tmp_path / "committed") as process:
+        process.send_signal(number)
+        if number != signal.SIGINT:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1)
+            (tmp_path / "committed").touch()
+        assert process.wait(5) == status
+
+
+def test_a_save_outside_of_the_loop_has_its_time_too(tmp_path: Path) -> None:
+    with program(SAVING, 1.0, tmp_path / "never") as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == EXIT_STATUS
+        assert process.stderr and "SIGTERM: not ended 1 s later" in process.stderr.read()
+
+
+@pytest.mark.parametrize("save_within_s", [1e9, float("inf")])
+def test_any_time_to_save_may_be_given(save_within_s: float) -> None:
+    with program(SLOW, save_within_s, "guarded") as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout and process.stdout.readline() == "saving\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5) == EXIT_STATUS
+
+
+def test_nobody_has_to_read_what_it_says() -> None:
+    text = f"""
+import os, time
+from jaxprorl.preemption import Preemption
+os.set_blocking(2, False)
+try:
+    while True: os.write(2, b"x" * 65536)
+except BlockingIOError:
+    os.set_blocking(2, True)
+with Preemption():
+    print("ready", flush=True)
+    time.sleep({LONG_S})
+"""
+    with program(text) as process:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LEAVE_WITHIN_S + 5) == INTERRUPTED
+
+
+def test_a_forked_childs_signals_are_its_own() -> None:
+    text = """
+import multiprocessing, time
+from jaxprorl.preemption import Preemption
+with Preemption() as preemption, preemption.guarded():
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    print("ready", flush=True)
+    time.sleep(0.5)
+    child.terminate()
+    child.join()
+    time.sleep(0.5)
+    print(child.exitcode, preemption.requested)
+"""
+    with program(text) as process:
+        assert process.communicate(timeout=30)[0] == "-15 None\n"
+        assert process.returncode == 0
 
 
 # A main thread that never comes back to its instructions, one that holds a lock that starting a thread needs, one that makes names.
@@ -176,11 +255,11 @@ def test_on_a_terminal_the_cursor_comes_back() -> None:
     text = "import time\nfrom jaxprorl.preemption import Preemption\nwith Preemption():\n    print('ready', flush=True)\n    time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, stdout=theirs, stderr=subprocess.DEVNULL) as process:
         os.close(theirs)
-        assert os.read(ours, 100) == b"ready\r\n"
-        process.send_signal(signal.SIGINT)
-        assert os.read(ours, 100) == b"\x1b[?25h\r\n"
+        with os.fdopen(ours, "rb", buffering=0) as terminal:
+            assert terminal.readline() == b"ready\r\n"
+            process.send_signal(signal.SIGINT)
+            assert terminal.readline() == b"\x1b[?25h\r\n"
         assert process.wait(30) == INTERRUPTED
-    os.close(ours)
 
 
 @pytest.fixture(scope="module")

@@ -160,7 +160,7 @@ def execute(plan: Plan, home: Home, tell: Callable[[str], None]) -> None:
     """Starts, or goes on with, every run that is not done. A run that fails does not stop the others; nor does a start model.
 
     Raises:
-        Preempted: SIGTERM came; the run under way was told and has saved.
+        Preempted: SIGTERM came; the run under way was told and has saved, if it had anything to save.
         KeyboardInterrupt: Ctrl-C; the run under way was told and has ended.
     """
     runs = all_runs(plan)
@@ -204,7 +204,9 @@ def run_process(script: str, experiment: str, changes: Sequence[str], log: Path)
 
     def stop(number: int, frame: FrameType | None) -> None:
         stopping.append(number)
-        if process:
+        if process and len(stopping) > 2:
+            process.kill()  # it does not listen
+        elif process:
             process.send_signal(number)  # for Ctrl-C in a terminal it is the second one, which changes nothing
 
     before = {number: signal.signal(number, stop) for number in (*SIGNALS, signal.SIGINT)}

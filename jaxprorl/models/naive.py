@@ -71,7 +71,7 @@ def _with_copies(blocks: int, q_BGRSK: jax.Array, k_BGKS: jax.Array, v_BGSK: jax
 
 def _forward(blocks: int, q_BGRSK: jax.Array, k_BGKS: jax.Array, v_BGSK: jax.Array, mask_B1SS: jax.Array) -> tuple[jax.Array, tuple]:
     context_BGRSK, kept = _contexts(blocks, q_BGRSK, k_BGKS, v_BGSK, mask_B1SS)
-    return context_BGRSK, (q_BGRSK, k_BGKS, v_BGSK, kept, context_BGRSK)
+    return context_BGRSK, (q_BGRSK, k_BGKS, v_BGSK, kept)
 
 
 def _contexts(
@@ -95,18 +95,18 @@ def _contexts(
 
 
 def _backward(blocks: int, saved: tuple, to_context_BGRSK: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q_BGRSK, k_BGKS, v_BGSK, kept, context_BGRSK = saved
+    q_BGRSK, k_BGKS, v_BGSK, kept = saved
     dtype, size, width = q_BGRSK.dtype, q_BGRSK.shape[3], q_BGRSK.shape[4]
     accumulate = jnp.promote_types(dtype, jnp.float32)
-    # Of softmax: a score's gradient is its weight times (its weight's gradient - their mean), and that mean is to_context . context.
-    mean_BGRS1 = jnp.sum(to_context_BGRSK.astype(accumulate) * context_BGRSK.astype(accumulate), axis=-1, keepdims=True)
     k_BGSK, v_BGKS = transposed_copy(k_BGKS), transposed_copy(v_BGSK)
     to_q, to_k, to_v = [], [], []
     for (start, end), weights in zip(_spans(blocks, size), kept, strict=True):
         to_context = _joined(to_context_BGRSK[:, :, :, start:end])
         to_v.append(_lengthened(jnp.matmul(transposed_copy(weights), to_context, preferred_element_type=accumulate), size))
         to_weights = jnp.matmul(to_context, v_BGKS[..., :end], preferred_element_type=accumulate)
-        mean = _joined(mean_BGRS1[:, :, :, start:end])
+        # Of softmax: a score's gradient is its weight times (its weight's gradient - their mean). That is also to_context . context, but
+        # for the rounding of the context.
+        mean = jnp.sum(weights.astype(accumulate) * to_weights, axis=-1, keepdims=True)
         to_scores = (weights.astype(accumulate) * (to_weights - mean) * width**-0.5).astype(dtype)
         to_q.append(_split(jnp.matmul(to_scores, k_BGSK[:, :, :end]), q_BGRSK))
         q = _joined(q_BGRSK[:, :, :, start:end])

@@ -88,7 +88,7 @@ class GraderPool:
         self._pool: ProcessPool | None = None
         try:
             self._pool = self._new_pool()
-        except BaseException:  # also Ctrl-C: nobody has this one yet, and its processes would stay
+        except BaseException:  # also KeyboardInterrupt: nobody has this one yet, and its processes would stay
             self.close()
             raise
 

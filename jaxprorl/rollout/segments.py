@@ -113,7 +113,7 @@ def create(folder: Path, run_folder: Path, role: str, number: int, size_bytes: i
     try:
         os.posix_fallocate(file, 0, size_bytes)
         mapped = mmap.mmap(file, size_bytes)
-    except BaseException as error:  # also Ctrl-C: reserving gigabytes takes seconds, and the file would outlive this process
+    except BaseException as error:  # also KeyboardInterrupt: reserving gigabytes takes seconds, and the file would outlive this process
         path.unlink()
         _owned.discard(path)
         os.close(file)
@@ -173,7 +173,7 @@ def _new_file(folder: Path, stem: str) -> tuple[Path, int]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(file).st_nlink:
                     return path, file
-        except BaseException:  # also Ctrl-C: the file would outlive this process
+        except BaseException:  # also KeyboardInterrupt: the file would outlive this process
             path.unlink(missing_ok=True)
             _owned.discard(path)
             os.close(file)
@@ -184,7 +184,7 @@ def _new_file(folder: Path, stem: str) -> tuple[Path, int]:
 
 def unlink_owned() -> None:
     """Removes the names that this process has made and lets it make no more: for one that ends now, without closing them."""
-    _naming.acquire()
+    _naming.acquire(timeout=1.0)
     for path in tuple(_owned):
         with suppress(OSError):
             path.unlink()

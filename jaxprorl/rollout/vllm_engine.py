@@ -111,7 +111,7 @@ class VllmEngine:
             self._launches = self._plan(folder, run_folder, ring_bytes, model_config)
             for launch in self._launches:
                 self._workers.append(Worker(WorkerProcess(launch), WorkerState(Stage.STARTING, time.monotonic())))
-        except BaseException:  # also Ctrl-C: nobody has this engine yet, and its processes and segments would stay
+        except BaseException:  # also KeyboardInterrupt: nobody has this engine yet, and its processes and segments would stay
             self.close()
             raise
 

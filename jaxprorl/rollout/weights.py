@@ -70,7 +70,7 @@ class WeightChannel:
         self._segment = segments.create(folder, run_folder, "weights", 0, segment_bytes(specs))
         try:
             self._writer = WeightWriter(self._segment.buffer, specs)
-        except BaseException:  # also Ctrl-C: nobody has this channel yet, and its segment would stay
+        except BaseException:  # also KeyboardInterrupt: nobody has this channel yet, and its segment would stay
             self._segment.close()
             raise
         self._take: dict[Any, Any] = {}  # executable by what it was compiled for

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from factories import QUICK_COMPILE
 
+from jaxprorl.models.attention import packed_attention
 from jaxprorl.models.compute import Compute
 from jaxprorl.models.naive import naive_attention, query_blocks
 from jaxprorl.sharding.mesh import make_mesh
@@ -16,10 +17,11 @@ CONTEXTS_BS = np.where((IDS_BS == 2) | (IDS_BS == 3), 1, 0).astype(np.int32)
 HEADS, GROUPS, WIDTH = 4, 2, 16
 
 
-def inputs(dtype: str) -> tuple[np.ndarray, ...]:
-    """q, k, v and the derivative by the context."""
+def inputs(dtype: str, sharpness: float = 1.0, mean: float = 0.0) -> tuple[np.ndarray, ...]:
+    """q, k, v and the derivative by the context: numbers of bfloat16, queries times `sharpness`, values plus `mean`."""
     random = np.random.RandomState(0)
-    return tuple(random.standard_normal((*IDS_BS.shape, n, WIDTH)).astype(jnp.dtype(dtype)) for n in (HEADS, GROUPS, GROUPS, HEADS))
+    q, k, v, d = (random.standard_normal((*IDS_BS.shape, n, WIDTH)) for n in (HEADS, GROUPS, GROUPS, HEADS))
+    return tuple(x.astype(jnp.bfloat16).astype(jnp.dtype(dtype)) for x in (sharpness * q, k, v + mean, d))
 
 
 def value_and_gradients(arrays: tuple[np.ndarray, ...], copies: bool, blocks: int) -> list[np.ndarray]:
@@ -41,14 +43,15 @@ def test_its_own_backward_pass_gives_the_gradient(blocks: int) -> None:
         np.testing.assert_allclose(own, derived, rtol=0, atol=1e-13 * np.abs(derived).max())
 
 
-def test_in_bfloat16_its_gradient_is_as_close_to_the_exact_one_as_the_derived_one() -> None:
-    exact = value_and_gradients(inputs("float64"), False, 2)
-    own, derived = (value_and_gradients(inputs("bfloat16"), copies, 2) for copies in (True, False))
+@pytest.mark.parametrize(("sharpness", "mean"), [(1.0, 0.0), (8.0, 0.0), (1.0, 5.0)])
+def test_in_bfloat16_its_gradient_is_about_as_close_to_the_exact_one_as_the_derived_one(sharpness: float, mean: float) -> None:
+    exact = value_and_gradients(inputs("float64", sharpness, mean), False, 2)
+    own, derived = (value_and_gradients(inputs("bfloat16", sharpness, mean), copies, 2) for copies in (True, False))
     for ours, theirs, right in zip(own, derived, exact, strict=True):
         assert ours.dtype == jnp.bfloat16
-        errors = [np.abs(x.astype(np.float64) - right).max() / np.abs(right).max() for x in (ours, theirs)]
-        assert errors[0] < max(1.5 * errors[1], 2**-8)
-        assert errors[1] < 0.03, "the comparison is with something sound"
+        errors = [np.sqrt(np.mean((x.astype(np.float64) - right) ** 2) / np.mean(right**2)) for x in (ours, theirs)]
+        assert errors[0] < 2 * errors[1]  # the derived one keeps weights in float32
+        assert errors[1] < 0.02, "the comparison is with something sound"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -73,7 +76,6 @@ def test_passes_with_and_without_gradients_have_the_same_bits(dtype: str) -> Non
 
 def test_copies_are_for_bfloat16_on_cpus_alone() -> None:
     def products(compute: Compute) -> str:
-        from jaxprorl.models.attention import packed_attention
 
         shape = jax.ShapeDtypeStruct((2, 128, 2, 16), compute.dtype)
         ids = jnp.ones((2, 128), jnp.int32)

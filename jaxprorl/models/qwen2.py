@@ -238,7 +238,7 @@ def add_bias(x_NF: jax.Array, bias_F: jax.Array) -> jax.Array:
     return (widened(x_NF) + widened(bias_F)).astype(x_NF.dtype)
 
 
-@partial(jax.checkpoint, prevent_cse=False)  # kept for the backward pass are its two arguments alone
+@partial(jax.checkpoint, prevent_cse=False)  # a loop over layers keeps its two arguments alone for the backward pass
 def swiglu(gate_NF: jax.Array, up_NF: jax.Array) -> jax.Array:
     """silu(gate) * up, in their dtype."""
     return (jax.nn.silu(widened(gate_NF)) * widened(up_NF)).astype(gate_NF.dtype)

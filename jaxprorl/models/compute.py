@@ -54,7 +54,7 @@ class Compute:
 
     @property
     def copies_for_gradients(self) -> bool:
-        """Whether `dense.multiply_plainly` pays: bfloat16 arrays that are whole, on a CPU. (Only sampling has no mesh on other devices.)"""
+        """Whether gradients from copies pay: bfloat16 arrays that are whole, on a CPU. (Only sampling has no mesh on other devices.)"""
         return self.dtype == "bfloat16" and self.platform == "cpu" and (self.own_rows or self.mesh is None or self.mesh.size == 1)
 
     @property

@@ -40,7 +40,7 @@ def shape(config: ConfigDict) -> Qwen2Config:
 def main(argv: list[str]) -> None:
     """Prints one line per quantity: median and worst of 20 saves (the first one, which starts Orbax's threads, is not counted)."""
     config = config_module.load(argv or [f"--config={ROOT / 'configs/quickstart.py'}"])
-    set_cpu_devices(config)
+    set_cpu_devices(config.mesh.cpu_devices)
     mesh, model = make_mesh(config.mesh.strategy), shape(config)
     shardings = state_shardings(config, model, mesh)
     params = jax.jit(lambda: init_params(model, 0), out_shardings=shardings.params)()

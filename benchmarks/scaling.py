@@ -49,8 +49,7 @@ def overrides(fields: Mapping[str, int]) -> list[str]:
         "steps": 3, "workload.warmup_steps": 1,
     }  # fmt: skip
     if length != WORK["response_tokens"]:  # else as step.py has it
-        values |= {"model.attention": "auto", "batch.row_tokens": WORK["prompt_tokens"] + length}
-        values |= {"batch.micro_batch_rows": max(2, min(16, 2048 // length))}
+        values["batch.row_tokens"] = WORK["prompt_tokens"] + length
     return [f"--config.{name}={value}" for name, value in values.items()]
 
 

@@ -52,12 +52,10 @@ def get_config() -> ConfigDict:
     c.workload.warmup_steps = WORK["warmup_steps"]  # of each of the two loops, counted in `steps`
     c.steps = WORK["warmup_steps"] + WORK["steps"]  # of each of the two loops
     c.reward = c.evaluation.reward = "benchmarks.workload:score"
-    c.model.attention = "naive"  # faster than "chunked" on these rows, which "auto" would take above attention_chunk_tokens
     c.filtering.rule = "off"
     c.batch.prompts = c.batch.refill_prompts = WORK["prompts"]
     c.batch.updates = 1
     c.batch.row_tokens = WORK["prompt_tokens"] - 1 + 2 * (1 + WORK["response_tokens"])  # a prompt and two of its samples
-    c.batch.micro_batch_rows = 8
     c.rollout.samples_per_prompt = WORK["samples_per_prompt"]
     c.rollout.max_prompt_tokens = WORK["prompt_tokens"]
     c.rollout.min_response_tokens = c.rollout.max_response_tokens = WORK["response_tokens"]
@@ -168,7 +166,7 @@ def main(argv: list[str]) -> None:
             report(
                 "jaxprorl", config.model.dtype, step_tokens(config), steps_s, ("jax", "jaxlib"), phases_s=phases_s,
                 peak_memory_bytes=peak_memory_bytes(), attention=training.setting.compute.attention,
-                micro_batch_rows=config.batch.micro_batch_rows, devices=len(jax.devices()),
+                micro_batch_rows=training.config.batch.micro_batch_rows, devices=len(jax.devices()),
             )  # fmt: skip
 
 

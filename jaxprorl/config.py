@@ -19,6 +19,7 @@ from jaxprorl.recipe import check_engines, check_mixes, check_stages, stage_conf
 from jaxprorl.rewards import puzzles, registry
 from jaxprorl.rollout import preflight
 from jaxprorl.sharding.strategies import AXES, BATCH_AXES, STRATEGIES, mesh_sizes
+from jaxprorl.sizes import with_cpu_devices
 
 HINT = "every field, with its type and unit, is in configs/base.py"
 
@@ -69,6 +70,7 @@ def validate(config: ConfigDict) -> None:
     """
     check_stages(config)
     check_mixes(config)
+    config = with_cpu_devices(config)
     # Quick ones first; the last four look at what no stage may change.
     of_a_stage = (_check_numbers, _check_choices, _check_objective, check_resets, _check_shapes, _check_workers)
     for check in (*of_a_stage, _check_warm_start, _check_engine, _check_rewards, _check_tasks):

@@ -18,10 +18,10 @@ POSITIVE = (
     "rollout.decode_chunk_tokens", "rollout.vllm.workers", "rollout.vllm.threads", "rollout.vllm.block_tokens", "rollout.vllm.ring_mb",
     *(f"rollout.vllm.deadlines.{name}_s" for name in ("start", "drain", "load", "probe", "beat", "answer")),
     "batch.prompts", "batch.refill_prompts", "batch.updates", "batch.row_tokens",
-    "batch.micro_batch_rows", "optimizer.learning_rate", "optimizer.eps", "optimizer.clip_norm",
+    "optimizer.learning_rate", "optimizer.eps", "optimizer.clip_norm",
     "optimizer.max_skipped_updates", "algorithm.correction_high", "shaping.cosine_on_steps", "shaping.buffer_tokens",
     "grading.workers", "grading.timeout_s", "validation.items_per_task", "evaluation.temperature", "checkpoint.every_steps",
-    "checkpoint.keep", "checkpoint.save_within_s", "mesh.cpu_devices",
+    "checkpoint.keep", "checkpoint.save_within_s",
     "resets.kl_spike.window", "resets.entropy_collapse.window", "resets.length.window", "resets.validation.patience",
     "alarms.kl_spike.window", "alarms.mismatch_trend.window", "alarms.stalled_engine.window",
 )  # fmt: skip
@@ -38,7 +38,7 @@ NOT_NEGATIVE = (
     "resets.kl_spike.above",
     "resets.entropy_collapse.floor", "alarms.kl_spike.z", "alarms.kl_spike.above", "alarms.entropy_collapse.floor",
     "alarms.skipped_updates.above", "alarms.mismatch_trend.slope", "alarms.mismatch_trend.z",
-    "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.context",
+    "batch.micro_batch_rows", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.context", "mesh.cpu_devices",
     "checkpoint.keep_every_steps", "checkpoint.keep_best", "validation.every_steps", "evaluation.top_k", "evaluation.seed",
 )  # fmt: skip
 SHARES = (

@@ -14,6 +14,7 @@ from jaxprorl.errors import ConfigError, DataError
 from jaxprorl.monitoring import jsonl
 from jaxprorl.recipe import longest, stage_configs
 from jaxprorl.run_lock import RunLock
+from jaxprorl.sizes import with_cpu_devices
 
 # Fields that may change between the first start and a resume: they do not change what a step computes.
 FREE_FIELDS = (
@@ -139,7 +140,7 @@ def _open_run(config: ConfigDict, stack: ExitStack) -> RunFolder:
     if lock.stale_owner:
         owner = f"process {lock.stale_owner['pid']} on {lock.stale_owner['host']}"
         print(f"{folder.path}: {owner} was killed or interrupted here; its lock is taken over", flush=True)
-    if folder.config.is_file() and folder.events.exists():  # else a start that failed before it did anything
+    if has_begun(folder):
         stored = json.loads(to_json(read_config(folder.path)))
         changed = [
             f"{field} was {old!r}, now {new!r}"
@@ -158,6 +159,18 @@ def _open_run(config: ConfigDict, stack: ExitStack) -> RunFolder:
     temporary.write_text(to_json(config))
     temporary.rename(folder.config)
     return folder
+
+
+def as_begun(config: ConfigDict, folder: RunFolder) -> ConfigDict:
+    """The config with `mesh.cpu_devices` chosen, if it is 0: as the run in the folder has it, on whatever machine; else by rule."""
+    if not config.mesh.cpu_devices and config.on_existing != "replace" and has_begun(folder):
+        return with_cpu_devices(config, read_config(folder.path).mesh.cpu_devices)
+    return with_cpu_devices(config)
+
+
+def has_begun(folder: RunFolder) -> bool:
+    """False for a start that failed before it did anything."""
+    return folder.config.is_file() and folder.events.exists()
 
 
 def what_comes_next(folder: RunFolder) -> str:

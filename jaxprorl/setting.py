@@ -12,7 +12,7 @@ from jaxprorl.executables import Compiled, Plan, compile_all
 from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import Qwen2Config
 from jaxprorl.monitoring.recorder import Recorder
-from jaxprorl.recipe import Stage, engine_fields, larger, longest, stage_configs, stages
+from jaxprorl.recipe import Stage, engine_fields, larger, longest, stages
 from jaxprorl.rollout.engine import Engine
 from jaxprorl.state import TrainState
 from jaxprorl.types import Prompt
@@ -39,6 +39,7 @@ class Setting:
 
 def make_settings(
     config: ConfigDict,
+    configs: Sequence[ConfigDict],
     first: int,
     prompts: Sequence[Prompt],
     computes: Sequence[Compute],
@@ -53,13 +54,14 @@ def make_settings(
     """The settings of the stages from `first` on, by number, and the engine that evaluates in all of them.
 
     Args:
+        config: the run's.
+        configs: the stages', with all sizes chosen.
         prompts: the train split.
         computes: how each stage computes.
         open_engine: makes the engine of a config.
         fresh: a new run, whose log tells of what is compiled.
     """
-    configs, declared = stage_configs(config), stages(config) or (None,)
-    numbers = range(first, len(configs))
+    declared, numbers = stages(config) or (None,), range(first, len(configs))
     engines: dict[str, Engine] = {}
     samples: dict[Engine, list[int]] = {}
 
@@ -73,7 +75,7 @@ def make_settings(
         return engines[key]
 
     chosen = {number: engine_of(configs[number], configs[number].rollout.samples_per_prompt) for number in numbers}
-    exam = engine_of(longest(configs), 1)
+    exam = engine_of(longest(tuple(configs)), 1)
     plans = [_plan(declared[number], configs[number], computes[number]) for number in numbers]
     compiled = compile_all(plans, samples, model_config, mesh, recorder, state, shardings, fresh)
     rules = make_rules(config)

@@ -42,6 +42,7 @@ from jaxprorl.rollout.engines import make_engine
 from jaxprorl.run_folder import RunFolder, accepted
 from jaxprorl.setting import Setting, make_settings
 from jaxprorl.sharding.mesh import make_mesh, set_cpu_devices
+from jaxprorl.sizes import with_cpu_devices, with_micro_batch_rows
 from jaxprorl.state import RunState, TrainState, abstract_state, start_state, state_shardings
 from jaxprorl.types import Group
 from jaxprorl.warmstart import fit
@@ -97,7 +98,7 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         ConfigError, DataError, ModelError, RewardError, CheckpointError: before any long work where that is possible.
     """
     mesh = prepare_devices(config)
-    configs, width = stage_configs(config), head_dim(config)
+    configs, width = tuple(with_micro_batch_rows(each, mesh) for each in stage_configs(config)), head_dim(config)
     computes = [choose_compute(stage_config, width, mesh) for stage_config in configs]
     progress = stack.enter_context(Progress(config.steps, config.monitoring.progress))
     for line in never_reached(config):
@@ -158,7 +159,7 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         return engine
 
     settings, exam_engine = make_settings(
-        config, run.stage, splits.train, computes, model_config, mesh, open_engine, recorder, state, shardings, fresh=not run.step
+        config, configs, run.stage, splits.train, computes, model_config, mesh, open_engine, recorder, state, shardings, fresh=not run.step
     )
     graders = stack.enter_context(grader_pool(config, config.reward, folder))
     exam_graders = stack.enter_context(grader_pool(config, config.evaluation.reward or config.reward, folder))
@@ -267,7 +268,7 @@ def is_run(path: Path) -> bool:
 
 def prepare_devices(config: ConfigDict) -> Mesh:
     """The mesh, with host devices and the compilation cache set up; before anything else touches JAX."""
-    set_cpu_devices(config)
+    set_cpu_devices(with_cpu_devices(config).mesh.cpu_devices)
     for name in use_compilation_cache(Path(config.cache_dir) / "xla"):
         print(f"{config.cache_dir}: removed the torn cache entry {name}; it is compiled again", flush=True)
     sizes = {"data": config.mesh.data, "fsdp": config.mesh.fsdp, "tensor": config.mesh.tensor, "context": config.mesh.context}
@@ -347,7 +348,8 @@ def record_start(training: Training, cached: bool) -> None:
     config, recorder, splits, compute = training.config, training.recorder, training.splits, training.setting.compute
     recorder.event(
         0, "run_start", seed=config.seed, steps=config.steps, parameters=parameter_count(training.model_config), devices=len(jax.devices()),
-        attention=compute.attention, remat=compute.remat, shared_prompts=compute.shared_prompts, identity=training.identity,
+        micro_batch_rows=config.batch.micro_batch_rows, attention=compute.attention, remat=compute.remat,
+        shared_prompts=compute.shared_prompts, identity=training.identity,
         start_digest=params_digest(training.state.params),
         versions={name: importlib.metadata.version(name) for name in VERSIONS},
     )  # fmt: skip

@@ -38,7 +38,7 @@ from jaxprorl.rollout import surplus
 from jaxprorl.rollout.collect import Rollout, RolloutBatch
 from jaxprorl.rollout.engine import exam_sampling
 from jaxprorl.rollout.metrics import rollout_metrics, tokens_of
-from jaxprorl.run_folder import RunFolder, open_run, what_comes_next
+from jaxprorl.run_folder import RunFolder, as_begun, open_run, what_comes_next
 from jaxprorl.start import Training, evaluate_held_out, start
 from jaxprorl.state import RunState, TrainState
 from jaxprorl.types import Group
@@ -75,9 +75,10 @@ def train(config: ConfigDict) -> dict[str, Any]:
         Preempted: SIGTERM or SIGUSR1 came in the loop; the run is saved (a SystemExit with `preemption.EXIT_STATUS`). Anywhere else they
             end the process, as Ctrl-C does everywhere.
     """
-    validate(config)
     started_s = time.perf_counter()
     folder = RunFolder(Path(config.runs_dir) / config.run_name)
+    config = as_begun(config, folder)
+    validate(config)
     # The stack is the inner one: it closes (and waits for the last save) while signals and the time limit still count.
     with Preemption(config.checkpoint.save_within_s, partial(what_comes_next, folder)) as preemption, ExitStack() as stack:
         open_run(config, stack)

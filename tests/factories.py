@@ -54,6 +54,7 @@ def tiny_config(**overrides: Any) -> ConfigDict:
         "batch__updates": 2,
         "batch__row_tokens": 24,
         "batch__micro_batch_rows": 4,
+        "mesh__cpu_devices": 2,
         "batch__refill_prompts": 2,
         "rollout__samples_per_prompt": 4,
         "rollout__max_prompt_tokens": 8,

@@ -13,6 +13,8 @@ from jaxprorl import config as config_module
 from jaxprorl.data.prompts import Item, build_prompt
 from jaxprorl.data.tokenizer import load_tokenizer
 from jaxprorl.models import hf
+from jaxprorl.sharding.mesh import make_mesh
+from jaxprorl.sizes import with_micro_batch_rows
 
 PEERS = {"trl": "", "tunix": "", "torch": "", "vllm": ""}
 
@@ -100,4 +102,5 @@ def test_every_point_of_the_scaling_curves_is_a_valid_config(axis: str, value: i
     tokens = step.step_tokens(config)
     assert tokens == {"batch": 128 * value, "length": 16384, "vocabulary": 32 * 128}[axis]
     rows = config.batch.prompts * config.rollout.samples_per_prompt
-    assert rows % config.batch.micro_batch_rows == 0 == rows - config.rollout.slots
+    chosen = with_micro_batch_rows(config, make_mesh("dp"))
+    assert rows % chosen.batch.micro_batch_rows == 0 == rows - config.rollout.slots

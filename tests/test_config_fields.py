@@ -25,6 +25,7 @@ COMPUTED = {
     ("jaxprorl/data/splits.py", 'data[f"{name}_seed"]'): ["data.train_seed", "data.validation_seed", "data.held_out_seed"],
 }
 HOLDERS = {"training"}  # objects whose `config` is the run's config; beside them `self`, where a method takes a ConfigDict
+CHOOSERS = {"as_begun", "with_cpu_devices", "with_micro_batch_rows"}  # take a config and give one
 METHODS = {"to_dict", "items", "keys", "unlocked", "copy_and_resolve_references"}  # of ConfigDict
 
 FieldPath = tuple[str, ...]
@@ -62,6 +63,8 @@ class Uses(ast.NodeVisitor):
             return None if base is None else (*base, node.slice.value)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "copy_and_resolve_references":
             return self.resolve(node.func.value)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CHOOSERS:
+            return self.resolve(node.args[0])
         return None
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:

@@ -7,9 +7,9 @@ from ml_collections import ConfigDict
 
 from configs.base import stage
 from configs.quickstart import get_config
-from jaxprorl import run_folder
+from jaxprorl import run_folder, sizes
 from jaxprorl.errors import ConfigError, RunLockedError
-from jaxprorl.run_folder import RunFolder, move_aside, what_comes_next
+from jaxprorl.run_folder import RunFolder, as_begun, move_aside, what_comes_next
 
 
 @pytest.fixture
@@ -41,6 +41,28 @@ def test_a_new_run_gets_its_folder_with_the_resolved_config(config: ConfigDict, 
 
 def test_the_same_config_goes_on(config: ConfigDict) -> None:
     assert begin(config) == open_run(config)
+
+
+def test_a_run_goes_on_with_the_host_devices_that_were_chosen_for_it_on_another_machine(
+    config: ConfigDict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.mesh.cpu_devices, config.batch.micro_batch_rows = 0, 0
+    folder = RunFolder(Path(config.runs_dir) / config.run_name)
+    for cores, expected in ((4, 4), (2, 4), (8, 4)):
+        monkeypatch.setattr(sizes, "usable_cores", lambda cores=cores: cores)
+        begun = as_begun(config, folder)
+        assert (begun.mesh.cpu_devices, config.mesh.cpu_devices) == (expected, 0)
+        begin(begun)
+    config.on_existing = "replace"
+    assert as_begun(config, folder).mesh.cpu_devices == 8
+
+
+def test_a_start_that_failed_decides_nothing(config: ConfigDict, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.mesh.cpu_devices = 0
+    for cores in (4, 2):
+        monkeypatch.setattr(sizes, "usable_cores", lambda cores=cores: cores)
+        folder = open_run(as_begun(config, RunFolder(Path(config.runs_dir) / config.run_name)))
+        assert json.loads(folder.config.read_text())["mesh"]["cpu_devices"] == cores
 
 
 @pytest.mark.parametrize(

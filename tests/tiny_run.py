@@ -84,6 +84,7 @@ def tiny() -> ConfigDict:
     c.batch.refill_prompts = 8
     c.batch.updates = 2
     c.batch.micro_batch_rows = 8
+    c.mesh.cpu_devices = 2
     c.optimizer.learning_rate = 1e-3
     c.resets.every_steps = RESETS_EVERY
     c.reward = "tiny_run:brevity"

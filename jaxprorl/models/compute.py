@@ -15,6 +15,7 @@ ATTENTION = ("naive", "chunked", "triton", "splash", "cudnn")
 REMAT = ("none", "dots", "attention", "full")  # from most to least memory; see models/remat.py
 PLATFORM = {"triton": "gpu", "splash": "tpu", "cudnn": "gpu"}  # the others run anywhere
 NAIVE_CPU_TOKENS = 256  # longest rows that `naive` computes as fast as `chunked` on CPUs, of whatever sequences (docs/attention.md)
+SHARED_CPU_TOKENS = 640  # the same, of rows with long prompts that samples share: `chunked` would compute those again and again
 KERNEL_BLOCK_TOKENS = 128  # rows of `triton` and `splash` are cut into blocks of this length
 
 
@@ -81,8 +82,11 @@ def choose_compute(config: ConfigDict, head_dim: int, mesh: "Mesh") -> Compute:
         problem = unfit(compute, head_dim, batch.row_tokens, batch.packing)
         if problem:
             raise ConfigError(f"model.attention = {model.attention!r}: {problem}. 'auto' chooses what fits, 'chunked' runs anywhere")
-    shared = batch.share_prompts and batch.packing and config.rollout.samples_per_prompt > 1 and compute.attention == "naive"
-    return dataclasses.replace(compute, shared_prompts=shared)
+    return dataclasses.replace(compute, shared_prompts=compute.attention == "naive" and _shares_prompts(config))
+
+
+def _shares_prompts(config: ConfigDict) -> bool:
+    return bool(config.batch.share_prompts and config.batch.packing and config.rollout.samples_per_prompt > 1)
 
 
 def automatic_compute(config: ConfigDict, head_dim: int, section: str, mesh: "Mesh") -> Compute:
@@ -96,7 +100,13 @@ def automatic_compute(config: ConfigDict, head_dim: int, section: str, mesh: "Me
     """
     row_tokens, chunk_tokens = config[section].row_tokens, config.model.attention_chunk_tokens
     compute = Compute(config.model.dtype, "chunked", chunk_tokens, config.model.remat, mesh, config.mesh.strategy)
-    short = row_tokens <= max(chunk_tokens, NAIVE_CPU_TOKENS if compute.platform == "cpu" else 0)
+    limits_tokens = [chunk_tokens]
+    if compute.platform == "cpu":
+        limits_tokens.append(NAIVE_CPU_TOKENS)
+        longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+        if section == "batch" and _shares_prompts(config) and 3 * config.rollout.max_prompt_tokens >= longest:
+            limits_tokens.append(min(SHARED_CPU_TOKENS, 3 * longest))
+    short = row_tokens <= max(limits_tokens)
     for name in ("triton", "splash", *(("naive",) if short else ("chunked", "naive"))):
         chosen = dataclasses.replace(compute, attention=name)
         problem = unfit(chosen, head_dim, row_tokens, packing=True, section=section)

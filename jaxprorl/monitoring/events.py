@@ -14,7 +14,7 @@ __all__ = ["EVENTS", "EventLog", "read", "truncate"]
 EVENTS: dict[str, tuple[str, str]] = {
     "run_start": (
         "a run begins from nothing",
-        "seed, steps, parameters (count), devices (count), attention, remat, versions {package: version}, "
+        "seed, steps, parameters (count), devices (count), micro_batch_rows, attention, remat, versions {package: version}, "
         "identity {data, tokenizer, reward: digest}, start_digest (of the start parameters)",
     ),
     "resume": ("a run goes on from a checkpoint", "checkpoint_step, metrics_offset?, events_offset?"),

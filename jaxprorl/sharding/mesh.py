@@ -6,19 +6,15 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from ml_collections import ConfigDict
 
 from jaxprorl.errors import ConfigError
 from jaxprorl.models.qwen2 import Qwen2Config, declarations
 from jaxprorl.sharding.strategies import AXES, BATCH_AXES, CONTEXT_AXIS, STRATEGIES, WHOLE, Table, mesh_sizes
 
 
-def set_cpu_devices(config: ConfigDict) -> None:
-    """Splits the host into `config.mesh.cpu_devices` JAX devices. Call before JAX touches a backend.
-
-    XLA:CPU runs elementwise work on one thread per device, so that one device per core uses all cores.
-    """
-    jax.config.update("jax_num_cpu_devices", config.mesh.cpu_devices)
+def set_cpu_devices(count: int) -> None:
+    """Splits the host into so many JAX devices. Call before JAX touches a backend."""
+    jax.config.update("jax_num_cpu_devices", count)
 
 
 def make_mesh(strategy: str, devices: list[jax.Device] | None = None, sizes: Mapping[str, int] | None = None) -> Mesh:

@@ -51,6 +51,27 @@ def test_auto_is_the_platforms_kernel_where_the_shapes_fit(platform: str, row_to
     assert automatic_compute(config, head_dim, "warmstart", mesh).attention == expected
 
 
+@pytest.mark.parametrize(
+    ("row_tokens", "changes", "expected"),
+    [
+        (579, {}, "naive"),
+        (580, {}, "chunked"),  # more than three of the longest sequences
+        (579, {"rollout__max_prompt_tokens": 60}, "chunked"),  # less than a third of them
+        (640, {"rollout__max_prompt_tokens": 90}, "naive"),
+        (641, {"rollout__max_prompt_tokens": 90}, "chunked"),
+        (579, {"batch__share_prompts": False}, "chunked"),
+        (579, {"batch__packing": False}, "chunked"),
+    ],
+)
+def test_shared_prompts_keep_longer_rows_naive_on_cpus(row_tokens: int, changes: dict[str, Any], expected: str) -> None:
+    lengths = {"rollout__max_prompt_tokens": 65, "rollout__max_response_tokens": 128}
+    config = tiny_config(**{"batch__row_tokens": row_tokens} | lengths | changes)
+    assert choose_compute(config, 128, mesh_of("cpu")).attention == expected
+    assert choose_compute(config, 80, mesh_of("gpu")).attention == "chunked"
+    config.warmstart.row_tokens = row_tokens
+    assert automatic_compute(config, 128, "warmstart", mesh_of("cpu")).attention == "chunked"
+
+
 def test_a_longer_chunk_keeps_longer_rows_naive() -> None:
     config = tiny_config(batch__row_tokens=512, model__attention_chunk_tokens=512)
     assert choose_compute(config, 128, mesh_of("cpu")).attention == "naive"

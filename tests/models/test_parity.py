@@ -22,7 +22,7 @@ MODELS = {
     "4 groups": tiny_model(num_key_value_heads=4, rope_theta=5e5, tie_word_embeddings=False),
     "6 heads in 2 groups, hidden size 24": tiny_model(num_attention_heads=6, hidden_size=24),
     "head_dim 32": tiny_model(head_dim=32, rope_theta=1e6, rms_norm_eps=1e-3),
-    "5 layers, scanned": tiny_model(num_hidden_layers=qwen2.UNROLL_MAX_LAYERS + 1),
+    "scanned layers": tiny_model(num_hidden_layers=qwen2.UNROLL_MAX_LAYERS + 1),
 }
 SEQUENCES = [np.random.RandomState(seed).randint(0, 48, size) for seed, size in enumerate((7, 1, 9, 12, 12, 5, 6, 2, 11))]
 SHAPE = 9, 24  # packed: three full-length rows, six of padding

@@ -20,7 +20,7 @@ MODELS = {
     "tied": tiny_model(),
     "untied": tiny_model(tie_word_embeddings=False),
     "untied, 1 group, head_dim 16, theta 1e6": tiny_model(tie_word_embeddings=False, num_key_value_heads=1, head_dim=16, rope_theta=1e6),
-    "tied, 4 groups, 5 layers, scanned": tiny_model(num_key_value_heads=4, num_hidden_layers=qwen2.UNROLL_MAX_LAYERS + 1),
+    "tied, 4 groups, scanned layers": tiny_model(num_key_value_heads=4, num_hidden_layers=qwen2.UNROLL_MAX_LAYERS + 1),
 }
 TEMPERATURE = 0.7
 ROW_TOKENS = 600  # a chunk of logits, 512 tokens, and a part of the next

@@ -1,0 +1,85 @@
+"""Sizes that a config leaves to rules, which were measured (docs/performance.md): host devices and rows of a micro-batch."""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ml_collections import ConfigDict
+
+from jaxprorl.models.compute import Compute
+from jaxprorl.packing import most_rows
+from jaxprorl.recipe import stage_configs
+from jaxprorl.sharding.strategies import AXES, BATCH_AXES
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+MAX_CPU_DEVICES = 8  # a choice: two were measured, on two cores
+# Of a micro-batch, per device. CPUs: measured; the largest before arrays fall out of the caches. Others: a choice, large enough for full
+# matrix units; the event `compile` tells the memory that it takes.
+MICRO_BATCH_TOKENS = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
+
+
+def with_cpu_devices(config: ConfigDict, devices: int = 0) -> ConfigDict:
+    """The config with `mesh.cpu_devices` chosen, where it is 0: `devices`, or if that is 0 too, by rule.
+
+    The rule: as many as the sizes of `config.mesh` ask for; without any, the largest power of two that the process has cores for and that
+    divides what devices share: `rollout.slots` and `batch.micro_batch_rows` of all stages, and `warmstart.rows`.
+    """
+    if config.mesh.cpu_devices:
+        return config
+    return _changed(config, "mesh", cpu_devices=devices or _devices_by_rule(config))
+
+
+def _devices_by_rule(config: ConfigDict) -> int:
+    asked = math.prod(max(1, config.mesh[axis]) for axis in AXES)
+    if asked > 1:
+        return asked
+    shared, devices = math.gcd(*_shared(config)), 1
+    while 2 * devices <= min(usable_cores(), MAX_CPU_DEVICES) and shared % (2 * devices) == 0:
+        devices *= 2
+    return devices
+
+
+def _shared(config: ConfigDict) -> Iterator[int]:
+    """What has to divide by the devices; 0, which every number divides, where a rule is still to choose."""
+    for stage_config in stage_configs(config):
+        yield stage_config.rollout.slots
+        yield stage_config.batch.micro_batch_rows
+    yield 0 if config.model.path else config.warmstart.rows
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, and the quota of its control group where there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota_us, period_us = CPU_QUOTA.read_text(encoding="ascii").split()
+        return max(1, min(cores, math.ceil(int(quota_us) / int(period_us))))
+    except (OSError, ValueError):  # no such file, or no quota: "max"
+        return cores
+
+
+def with_micro_batch_rows(config: ConfigDict, mesh: "Mesh") -> ConfigDict:
+    """A stage's config with `batch.micro_batch_rows` chosen, where it is 0.
+
+    The rule: rows of MICRO_BATCH_TOKENS on each device, but not more than a mini-batch of the longest sequences fills.
+    """
+    batch, rollout = config.batch, config.rollout
+    if batch.micro_batch_rows:
+        return config
+    groups, samples = math.ceil(batch.prompts / batch.updates), rollout.samples_per_prompt
+    needed = groups * samples
+    if batch.packing:
+        needed = most_rows(groups, samples, rollout.max_prompt_tokens, rollout.max_response_tokens, batch.row_tokens, shared=False)
+    shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    rows = min(math.ceil(MICRO_BATCH_TOKENS[Compute(mesh=mesh).platform] / batch.row_tokens), math.ceil(needed / shards))
+    return _changed(config, "batch", micro_batch_rows=shards * rows)
+
+
+def _changed(config: ConfigDict, section: str, **values: Any) -> ConfigDict:
+    config = config.copy_and_resolve_references()
+    config[section].update(values)
+    return config

@@ -30,7 +30,7 @@ POINTS: Mapping[str, Mapping[int, Mapping[str, int]]] = {
         length: {"batch.prompts": prompts, "rollout.samples_per_prompt": samples, "rollout.max_response_tokens": length}
         for length, prompts, samples in ((128, 16, 8), (512, 4, 8), (2048, 2, 4), (4096, 2, 2))
     },
-    "vocabulary": {size: {"batch.prompts": 4, "workload.vocab_size": size} for size in (512, 4096, 32768, 151936)},
+    "vocabulary": {size: {"batch.prompts": 4, "workload.model.vocab_size": size} for size in (512, 4096, 32768, 151936)},
 }
 LABELS = {
     "batch": "completions per step, of 128 tokens", "length": "response tokens, 16,384 per step",
@@ -43,7 +43,8 @@ def overrides(fields: Mapping[str, int]) -> list[str]:
     samples = fields.get("rollout.samples_per_prompt", WORK["samples_per_prompt"])
     length = fields.get("rollout.max_response_tokens", WORK["response_tokens"])
     values: dict[str, int | str] = {
-        "workload.vocab_size": fields.get("workload.vocab_size", WORK["model"]["vocab_size"]), "batch.prompts": fields["batch.prompts"],
+        "workload.model.vocab_size": fields.get("workload.model.vocab_size", WORK["model"]["vocab_size"]),
+        "batch.prompts": fields["batch.prompts"],
         "batch.refill_prompts": fields["batch.prompts"], "rollout.samples_per_prompt": samples,
         "rollout.slots": fields["batch.prompts"] * samples, "rollout.min_response_tokens": length, "rollout.max_response_tokens": length,
         "steps": 3, "workload.warmup_steps": 1,

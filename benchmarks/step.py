@@ -40,15 +40,13 @@ from jaxprorl.run_folder import open_run
 from jaxprorl.start import Training, start
 from jaxprorl.train import loop
 
-SHAPE = Qwen2Config(head_dim=WORK["model"]["hidden_size"] // WORK["model"]["num_attention_heads"], **WORK["model"])
-
 
 def get_config() -> ConfigDict:
     """base.py with the workload's sizes; model, questions and folders are filled in by `main`."""
     c = base.get_config()
     c.run_name = "step"
     c.workload = ConfigDict()
-    c.workload.vocab_size = WORK["model"]["vocab_size"]
+    c.workload.model = ConfigDict(WORK["model"])
     c.workload.warmup_steps = WORK["warmup_steps"]  # of each of the two loops, counted in `steps`
     c.steps = WORK["warmup_steps"] + WORK["steps"]  # of each of the two loops
     c.reward = c.evaluation.reward = "benchmarks.workload:score"
@@ -69,6 +67,14 @@ def get_config() -> ConfigDict:
     c.checkpoint.every_steps = 1000
     c.monitoring.progress = False
     return c
+
+
+def model_shape(config: ConfigDict) -> Qwen2Config:
+    """The workload's model, its heads as wide as they share the hidden size, with room for the rows."""
+    model = config.workload.model
+    longest = max(model.max_position_embeddings, config.batch.row_tokens)
+    shape = model.to_dict() | {"max_position_embeddings": longest, "head_dim": model.hidden_size // model.num_attention_heads}
+    return Qwen2Config(**shape)
 
 
 def step_tokens(config: ConfigDict) -> int:
@@ -146,8 +152,7 @@ def prepare(place: Path, argv: list[str]) -> ConfigDict:
     """Model and questions in the folder `place`, and the checked config of a run on them. Changes the current directory."""
     os.chdir(ROOT)  # where grader processes find the reward
     config = config_module.load([f"--config={__file__}", *argv])
-    shape = dataclasses.replace(SHAPE, vocab_size=config.workload.vocab_size, max_position_embeddings=max(512, config.batch.row_tokens))
-    write_model(place / "model", shape)
+    write_model(place / "model", model_shape(config))
     write_questions(place / "questions.jsonl", config.batch.prompts)
     config.runs_dir, config.cache_dir = str(place / "runs"), str(ROOT / ".cache")
     config.model.path, config.data.source = str(place / "model"), f"jsonl:{place / 'questions.jsonl'}"

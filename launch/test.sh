@@ -3,6 +3,7 @@
 #   bash launch/test.sh [--quick | --long] [pytest arguments]
 #   --quick  leaves out slow and long tests, and does not make the second environment (.venv-vllm)
 #   --long   leaves out nothing
+# Tests run in two processes; -n 0 has them in one, as --pdb needs.
 # Without the second environment its parity tests are skipped and counted; with CI=true or JAXPRORL_REQUIRE_VLLM=1 that is a failure.
 # JAXPRORL_VLLM_PYTHON names a ready interpreter to use in its place. Where pip finds only CUDA builds of torch, add PyTorch's public
 # index of CPU wheels through PIP_EXTRA_INDEX_URL.
@@ -42,7 +43,7 @@ check() { # NAME COMMAND...
 check "ruff check" .venv/bin/python -m ruff check .
 check "ruff format" .venv/bin/python -m ruff format --check .
 check "mypy" .venv/bin/python -m mypy
-check "pytest ($tier)" .venv/bin/python -m pytest -m "$tests" "$@"
+check "pytest ($tier)" .venv/bin/python -m pytest -n 2 -m "$tests" "$@"
 
 if [ -n "$missing" ]; then say "NO SECOND ENVIRONMENT (.venv-vllm): $missing. Parity tests were SKIPPED; pytest's summary counts them."; fi
 if [ -n "$failed" ]; then fail "failed: $failed"; fi

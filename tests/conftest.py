@@ -51,11 +51,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[START] = time.monotonic()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "reference_python" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.vllm)
-    items.sort(key=lambda item: item.get_closest_marker("long") is not None)  # stable: long ones last
+        # One process runs all of a file, whose tests share fixtures; its long ones are taken up apart from the others.
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.relative_to(ROOT)}{':long' * is_long(item)}"))
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    # Stable: long ones last. Files with slow tests first, so that all processes have something to do to the end.
+    items.sort(key=lambda item: (is_long(item), item.path not in slow))
+
+
+def is_long(item: pytest.Item) -> bool:
+    return item.get_closest_marker("long") is not None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

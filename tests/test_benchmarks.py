@@ -71,7 +71,7 @@ def test_the_reward_by_hand(text: str, expected: float) -> None:
 
 
 def test_the_model_folder_is_one_and_has_the_workloads_size(tmp_path: Path) -> None:
-    shape = step.SHAPE
+    shape = step.model_shape(step.get_config())
     step.write_model(tmp_path, shape)
     assert hf.read_config(tmp_path) == shape
     hf.check_tensors(tmp_path, shape)

@@ -1,13 +1,14 @@
 """Which sample decodes in which slot: continuous batching, as plain bookkeeping on the host.
 
 A slot that becomes free takes the next sample at once: of a prompt that is in the cache already, else of the next prompt in line, which
-is then to be prefilled. What is drawn does not depend on any of this.
+is then to be prefilled. When no prompt is left in line, a shard with free slots takes samples that wait for slots of another one, and
+prefills their prompt too. What is drawn does not depend on any of this.
 """
 
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -43,6 +44,26 @@ class _Shard:
     free_entries: list[int]
     open: deque[Running] = field(default_factory=deque)  # samples of prompts in the cache, not started
     left: dict[int, int] = field(default_factory=dict)  # entry -> samples that have not ended
+    held: dict[int, int] = field(default_factory=dict)  # prompt_id -> entry
+
+    @property
+    def too_many(self) -> int:
+        """Samples that wait until another one of this shard has ended."""
+        return max(0, len(self.open) - len(self.free_slots))
+
+    def take_entry(self, prompt: Prompt) -> int:
+        """The lowest free entry, so that few banks are in use."""
+        entry = self.held[prompt.prompt_id] = heapq.heappop(self.free_entries)
+        return entry
+
+    def leave(self, running: Running) -> None:
+        """A sample no longer reads its entry, which is free with the last one."""
+        self.left[running.entry] -= 1
+        if not self.left[running.entry]:
+            del self.left[running.entry]
+            if self.held.get(running.prompt.prompt_id) == running.entry:  # the same prompt may stand in line twice
+                del self.held[running.prompt.prompt_id]
+            heapq.heappush(self.free_entries, running.entry)
 
 
 class Schedule:
@@ -65,13 +86,17 @@ class Schedule:
         prefills: list[Prefill] = []
         started: list[int] = []
         while True:
-            able = [number for number, shard in enumerate(self._shards) if shard.free_slots and (shard.open or self._can_open(shard))]
+            able = [
+                number
+                for number, shard in enumerate(self._shards)
+                if shard.free_slots and (shard.open or self._can_open(shard) or self._donor(shard))
+            ]
             if not able:
                 return prefills, started
             number = max(able, key=lambda number: (len(self._shards[number].free_slots) - len(self._shards[number].open), -number))
             shard = self._shards[number]
             if not shard.open:
-                prefills.append(self._open(number))
+                prefills += self._open(number) if self._waiting else self._share(number)
             slot = number * self.layout.slots + heapq.heappop(shard.free_slots)
             self.running[slot] = shard.open.popleft()
             started.append(slot)
@@ -79,14 +104,37 @@ class Schedule:
     def _can_open(self, shard: _Shard) -> bool:
         return bool(self._waiting and shard.free_entries)
 
-    def _open(self, number: int) -> Prefill:
-        """The next prompt takes the lowest free entry, so that few banks are in use."""
+    def _open(self, number: int) -> list[Prefill]:
+        """All samples of the next prompt."""
         shard, prompt = self._shards[number], self._waiting.popleft()
-        entry = heapq.heappop(shard.free_entries)
+        entry = shard.take_entry(prompt)
         samples = range(self.layout.samples)
         shard.open.extend(Running(prompt, sample, entry, self._limit(prompt.prompt_id, sample)) for sample in samples)
         shard.left[entry] = self.layout.samples
-        return Prefill(prompt, number, entry)
+        return [Prefill(prompt, number, entry)]
+
+    def _donor(self, shard: _Shard) -> _Shard | None:
+        """The shard with the most samples too many, if this one can take its last prompt's."""
+        donor = max(self._shards, key=lambda other: other.too_many)
+        if self._waiting or not donor.too_many:
+            return None
+        return donor if shard.free_entries or donor.open[-1].prompt.prompt_id in shard.held else None
+
+    def _share(self, number: int) -> list[Prefill]:
+        """As many of the donor's last samples, all of one prompt, as it has too many and find a free slot here."""
+        shard = self._shards[number]
+        donor = self._donor(shard)
+        assert donor is not None
+        prompt, most = donor.open[-1].prompt, min(donor.too_many, len(shard.free_slots))
+        taken: list[Running] = []
+        while len(taken) < most and donor.open[-1].prompt is prompt:
+            taken.append(donor.open.pop())
+            donor.leave(taken[-1])
+        new = prompt.prompt_id not in shard.held
+        entry = shard.take_entry(prompt) if new else shard.held[prompt.prompt_id]
+        shard.left[entry] = shard.left.get(entry, 0) + len(taken)
+        shard.open.extend(replace(running, entry=entry) for running in reversed(taken))
+        return [Prefill(prompt, number, entry)] * new
 
     def end(self, slot: int) -> Running:
         """The sample of a slot has ended: the slot is free, and the prompt's entry with its last sample."""
@@ -94,10 +142,7 @@ class Schedule:
         number, row = divmod(slot, self.layout.slots)
         shard = self._shards[number]
         heapq.heappush(shard.free_slots, row)
-        shard.left[running.entry] -= 1
-        if not shard.left[running.entry]:
-            del shard.left[running.entry]
-            heapq.heappush(shard.free_entries, running.entry)
+        shard.leave(running)
         return running
 
     def reach(self, steps: int) -> np.ndarray:

@@ -286,6 +286,20 @@ def test_arrival_order_slots_and_neighbours_change_no_bit(narrow: JaxEngine) -> 
 
 
 @pytest.mark.slow
+def test_nor_does_a_group_that_shards_share(narrow: JaxEngine) -> None:
+    """Eight samples for four slots: alone the second device takes half of them, among others it does not."""
+    engine, sampling = make_engine(narrow.config, samples=[8]), dataclasses.replace(SAMPLING, samples=8)
+    alone, among = (list(engine.generate(chosen, sampling, skewed_limit)) for chosen in (prompts()[:1], prompts()))
+    engine.statistics()
+    assert sum(len(c.token_ids) for c in alone) > 30
+    found = {(c.prompt_id, c.sample): c for c in among}
+    for completion in alone:
+        other = found[completion.prompt_id, completion.sample]
+        np.testing.assert_array_equal(completion.token_ids, other.token_ids)
+        np.testing.assert_array_equal(completion.logprobs, other.logprobs)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nor_do_segments_and_the_rounds_of_prefill(dtype: str) -> None:
     """Two prompt widths, prefill in rounds, three segments of responses: neighbours decide which are used."""

@@ -100,6 +100,75 @@ def test_prompts_go_to_the_shard_with_the_most_room() -> None:
     assert [prefill.shard for prefill in prefills] == [0, 1, 0]
 
 
+def places(schedule: Schedule) -> dict[int, list[int]]:
+    """Samples that run, by slot order, of each shard of four slots."""
+    return {shard: [running.sample for slot, running in sorted(schedule.running.items()) if slot // 4 == shard] for shard in range(2)}
+
+
+def test_shards_without_a_prompt_take_the_samples_that_wait_elsewhere() -> None:
+    schedule = Schedule(layout(shards=2, slots=4, samples=8), [make_prompt(7)], lambda *_: 5)
+    prefills, started = schedule.admit()
+    assert [(prefill.prompt.prompt_id, prefill.shard, prefill.entry) for prefill in prefills] == [(7, 0, 0), (7, 1, 0)]
+    assert len(started) == 8 and places(schedule) == {0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}
+    for slot in range(8):
+        schedule.end(slot)
+    assert not schedule.unfinished
+
+
+def test_samples_that_have_a_slot_stay_with_their_prompt() -> None:
+    schedule = Schedule(layout(shards=2, slots=4, samples=4), [make_prompt(7)], lambda *_: 5)
+    prefills, _ = schedule.admit()
+    assert [prefill.shard for prefill in prefills] == [0] and places(schedule) == {0: [0, 1, 2, 3], 1: []}
+
+
+def test_the_last_samples_go_where_slots_are_free_and_their_prompt_is_prefilled_there_once() -> None:
+    schedule = Schedule(layout(shards=2, slots=4, samples=7), [make_prompt(0), make_prompt(1)], lambda *_: 5)
+    assert [(prefill.prompt.prompt_id, prefill.shard) for prefill in schedule.admit()[0]] == [(0, 0), (1, 1)]
+    for slot in (0, 1, 2, 0, 1):  # three samples of prompt 0 wait: after these nothing does in shard 0
+        schedule.end(slot)
+        prefills, started = schedule.admit()
+        if schedule.running[slot].prompt.prompt_id == 0:
+            assert (prefills, started) == ([], [slot])
+        elif slot == 0:
+            assert [(prefill.prompt.prompt_id, prefill.shard, prefill.entry) for prefill in prefills] == [(1, 0, 1)]
+        else:
+            assert (prefills, started) == ([], [slot])  # prompt 1 is there already
+    assert [schedule.running[slot].prompt.prompt_id for slot in range(4)] == [1, 1, 0, 0]
+    assert [schedule.running[slot].sample for slot in (0, 1)] == [6, 5]
+    rest = []
+    while schedule.unfinished:
+        running = schedule.end(min(schedule.running))
+        rest.append((running.prompt.prompt_id, running.sample))
+        schedule.admit()
+    assert sorted(rest) == [(0, 3), (0, 6), *((1, n) for n in range(7))]
+
+
+def test_a_prompt_may_stand_in_line_twice() -> None:
+    schedule = Schedule(layout(shards=2, slots=4, samples=3), [make_prompt(0)] * 5, lambda *_: 5)
+    ended = []
+    while schedule.unfinished:
+        schedule.admit()
+        for slot in sorted(schedule.running)[1::2] or list(schedule.running):
+            ended.append(schedule.end(slot).sample)
+    assert sorted(ended) == sorted([0, 1, 2] * 5)
+
+
+def test_no_sample_moves_while_prompts_are_in_line() -> None:
+    schedule = Schedule(layout(shards=2, slots=2, samples=4), [make_prompt(i) for i in range(3)], lambda *_: 5)
+    schedule.admit()
+    schedule.end(0)
+    schedule.end(1)
+    schedule.admit()  # the last two of prompt 0
+    schedule.end(0)
+    assert [(prefill.prompt.prompt_id, prefill.shard) for prefill in schedule.admit()[0]] == [(2, 0)]
+
+
+def test_fewer_prompts_than_shards_take_as_long_as_their_samples_need() -> None:
+    for shards, samples, slots in ((4, 16, 4), (3, 6, 2), (8, 8, 1)):
+        ended, use = run(layout(shards, slots, samples), 1, lambda *_: 16, chunk=4)
+        assert use == 1.0 and len(ended) == samples
+
+
 def skewed_lengths(prompts: int, samples: int, median: int, seed: int) -> np.ndarray:
     """Lognormal lengths, cut at ten times the median."""
     lengths = np.exp(0.9 * np.random.RandomState(seed).standard_normal((prompts, samples)))

@@ -1,18 +1,21 @@
 """Log-probs and update of several configs on one workload, interleaved in one process: ratios, whatever the machine's speed does meanwhile.
 
-.venv/bin/python benchmarks/variants.py [--config.FIELD=VALUE ...] [--rounds 5] --vary NAME:FIELD=VALUE,FIELD=VALUE ... [--vary ...]
+.venv/bin/python benchmarks/variants.py [--config.FIELD=VALUE ...] [--rounds 5] [--profile] --vary NAME:FIELD=VALUE,... [--vary ...]
 
 --config.FIELD=VALUE holds for all variants, the rest is step.py's config; the first variant is what the others are compared with.
 Beside fields of the config, `unroll_max_layers` is that of jaxprorl/models/qwen2.py. Host devices are one choice for all:
 --config.mesh.cpu_devices. Prints per variant the shape of its batch, compile time, the compiler's temporary memory, median seconds
-and medians of the paired ratios.
+and medians of the paired ratios; with --profile, also what the first variant's log-probs and update spend on each kind of operation.
 """
 
 import argparse
+import re
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,10 +106,43 @@ def compared(seconds: list[float], others: list[float]) -> str:
     return f"{statistics.median(seconds):.3f} s ({ratio:.2f})"
 
 
+def operations(run: Callable[[], object]) -> list[tuple[str, float]]:
+    """Seconds per device of each kind of operation, the longest first: by the compiler's names, those that only hold others left out."""
+    options, kinds_ns = jax.profiler.ProfileOptions(), Counter[str]()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        jax.profiler.start_trace(folder, profiler_options=options)
+        jax.block_until_ready(run())
+        jax.profiler.stop_trace()
+        (trace,) = Path(folder).rglob("*.xplane.pb")
+        planes = list(jax.profiler.ProfileData.from_file(str(trace)).planes)
+    for event in (event for plane in planes for line in plane.lines for event in line.events):
+        kind = re.sub(r"[.\d]+$", "", event.name)
+        if any(name == "hlo_module" for name, _ in event.stats) and kind not in ("while", "call", "conditional"):
+            kinds_ns[kind] += round(event.duration_ns)
+    return [(kind, ns / 1e9 / len(jax.devices())) for kind, ns in kinds_ns.most_common()]
+
+
+def show_profile(variant: Variant) -> None:
+    """Kinds of operations that take a hundredth or more of the time."""
+    state, batch = variant.state, variant.batch
+    fixed, kl_sum_PN = variant.log_probs(state.params, state.reference, batch)
+    advantage_PN = jax.device_put(batch_advantages(variant.config, variant.groups, 0, kl_sum_PN), kl_sum_PN.sharding)
+    for name, run in (
+        ("log-probs", lambda: variant.log_probs(state.params, state.reference, batch)),
+        ("update", lambda: variant.train_step(state, batch, fixed, advantage_PN)),  # takes the state: last
+    ):
+        found = operations(run)
+        total_s = sum(seconds for _, seconds in found)
+        parts = ", ".join(f"{kind} {seconds:.3f}" for kind, seconds in found if seconds > 0.01 * total_s)
+        print(f"{variant.name}, seconds of {name} per device: {total_s:.3f}, of these {parts}", flush=True)
+
+
 def main(argv: list[str]) -> None:
     """Compiles all variants, runs them in turn, prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="after one of warm-up")
+    parser.add_argument("--profile", action="store_true", help="of the first variant")
     parser.add_argument("--vary", action="append", required=True, metavar="NAME:FIELD=VALUE,...")
     arguments, shared = parser.parse_known_args(argv)
     default, variants = qwen2.UNROLL_MAX_LAYERS, []
@@ -124,6 +160,8 @@ def main(argv: list[str]) -> None:
         log_probs = compared(variant.log_probs_s[1:], first.log_probs_s[1:])
         update = compared(variant.update_s[1:], first.update_s[1:])
         print(f"{variant.name}: log-probs {log_probs}, update {update}", flush=True)
+    if arguments.profile:
+        show_profile(first)
 
 
 if __name__ == "__main__":

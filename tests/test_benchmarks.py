@@ -1,5 +1,9 @@
 """What the benchmarks compute around their runs; the runs themselves take minutes and a quiet machine."""
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +11,7 @@ import pytest
 import safetensors.numpy
 from tokenizers import Tokenizer
 
-from benchmarks import scaling, step, workload
+from benchmarks import scaling, step, variants, workload
 from benchmarks.run import fallen, jobs, ratios, table
 from jaxprorl import config as config_module
 from jaxprorl.data.prompts import Item, build_prompt
@@ -104,3 +108,33 @@ def test_every_point_of_the_scaling_curves_is_a_valid_config(axis: str, value: i
     rows = config.batch.prompts * config.rollout.samples_per_prompt
     chosen = with_micro_batch_rows(config, make_mesh("dp"))
     assert rows % chosen.batch.micro_batch_rows == 0 == rows - config.rollout.slots
+
+
+def test_random_groups_of_a_variant_fill_the_workload() -> None:
+    config = step.get_config()
+    groups, again = (variants.random_groups(config) for _ in range(2))
+    assert [len(group.completions) for group in groups] == [8] * 16
+    for group, other in zip(groups, again, strict=True):
+        assert len(group.prompt.token_ids) == 64 and {len(c.token_ids) for c in group.completions} == {128}
+        assert len({score.value for score in group.scores}) == 8
+        np.testing.assert_array_equal(group.prompt.token_ids, other.prompt.token_ids)
+        assert max(int(c.token_ids.max()) for c in group.completions) < workload.PAD_ID
+
+
+def test_a_variants_ratio_is_that_of_the_same_round() -> None:
+    assert variants.compared([2.0, 8.0, 3.0], [1.0, 8.0, 2.0]) == "3.000 s (1.50)"
+
+
+@pytest.mark.slow
+def test_variants_are_compared_and_profiled() -> None:
+    small = ["batch.prompts=2", "batch.refill_prompts=2", "rollout.slots=16", "workload.model.num_hidden_layers=2"]
+    command = [sys.executable, variants.__file__, "--rounds", "1", "--profile", *(f"--config.{change}" for change in small)]
+    command += ["--vary", "as it is:", "--vary", "scanned:unroll_max_layers=1,batch.micro_batch_rows=2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("as it is: 1 x 8 x 321 tokens, naive") and lines[1].startswith("scanned: 4 x 2 x 321 tokens, naive")
+    assert re.fullmatch(r"as it is: log-probs \d\.\d{3} s \(1\.00\), update \d\.\d{3} s \(1\.00\)", lines[2])
+    for line, name in zip(lines[4:6], ("log-probs", "update"), strict=True):
+        total_s, *parts = map(float, re.findall(r" (\d+\.\d+)", line))
+        assert line.startswith(f"as it is, seconds of {name} per device: ")
+        assert 0.8 * total_s < sum(parts) <= total_s + 0.01 and parts == sorted(parts, reverse=True)

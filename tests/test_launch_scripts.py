@@ -259,13 +259,13 @@ def test_test_script_runs_the_tier_and_tells_of_a_missing_second_environment(mac
     quick = machine.test("--quick", "tests/test_update.py")
     assert quick.returncode == 0
     assert "Parity tests were SKIPPED" in quick.stderr
-    assert machine.calls("-m pytest") == ["3.13 -m pytest -m not slow and not long tests/test_update.py"]
+    assert machine.calls("-m pytest") == ["3.13 -m pytest -n 2 -m not slow and not long tests/test_update.py"]
     default = machine.test()  # no Python 3.11 here
     assert default.returncode == 0
     assert "Parity tests were SKIPPED" in default.stderr
-    assert machine.calls("-m pytest")[-1] == "3.13 -m pytest -m not long"
+    assert machine.calls("-m pytest")[-1] == "3.13 -m pytest -n 2 -m not long"
     machine.test("--long")
-    assert machine.calls("-m pytest")[-1] == "3.13 -m pytest -m "
+    assert machine.calls("-m pytest")[-1] == "3.13 -m pytest -n 2 -m "
 
 
 @pytest.mark.parametrize("variables", [{"CI": "true"}, {"JAXPRORL_REQUIRE_VLLM": "1"}])

@@ -22,7 +22,7 @@ from jaxprorl.sharding.strategies import CONTEXT_AXIS
 
 Params = dict[str, jax.Array]
 ONE_HOT_MAX_VOCAB = 2048  # below it the embedding is a one-hot matmul when differentiated: scatter gradients are slow on CPU
-UNROLL_MAX_LAYERS = 8  # up to here unrolled: on CPU updates take 0.9 of the time, with 16 layers 0.98, and compiling grows with them
+UNROLL_MAX_LAYERS = 4  # up to here unrolled, where that gains most and costs least to compile (docs/performance.md)
 
 
 @dataclasses.dataclass(frozen=True)

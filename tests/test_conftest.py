@@ -1,6 +1,7 @@
 """The parts of conftest.py that other tests rely on."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,21 @@ def test_skipped_parity_long_and_large_tests_are_counted(tmp_path: Path) -> None
     assert "1 large tests SKIPPED" in output
     assert output.index("test_other") < output.index("test_long")
     assert "1 passed, 3 skipped" in output.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_one_process_runs_all_of_a_file_and_its_long_tests_come_apart_and_last(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    text = "import pytest\n@pytest.mark.parametrize('n', range(6))\ndef test_short(n): ...\n@pytest.mark.long\ndef test_long(): ...\n"
+    for name in "abcd":
+        (tmp_path / f"tests/test_{name}.py").write_text(text)
+    status, output = run_inner(tmp_path, "-n", "2", "-k", "test_short or test_long", "--ignore=tests/test_inner.py")
+    assert status == 0
+    passed = re.findall(r"\[(gw\d)\].*PASSED tests/test_(\w)\.py::test_(short|long)", output)
+    assert len(passed) == 28 and {worker for worker, _, _ in passed} == {"gw0", "gw1"}
+    for name in "abcd":
+        assert len({worker for worker, file, kind in passed if (file, kind) == (name, "short")}) == 1
+    assert {kind for _, _, kind in passed[-2:]} == {"long"}
 
 
 def test_required_parity_tests_fail_without_the_second_environment(tmp_path: Path) -> None:

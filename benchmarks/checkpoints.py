@@ -22,6 +22,7 @@ from jaxprorl import config as config_module
 from jaxprorl.checkpoint import Checkpoints, Host, newest_sound_step, restore_state
 from jaxprorl.models.qwen2 import Qwen2Config, init_params
 from jaxprorl.sharding.mesh import make_mesh, set_cpu_devices
+from jaxprorl.sizes import with_cpu_devices
 from jaxprorl.state import RunState, abstract_state, start_state, state_shardings
 
 VOCABULARY = 320  # of the quickstart's tokenizer
@@ -40,7 +41,7 @@ def shape(config: ConfigDict) -> Qwen2Config:
 def main(argv: list[str]) -> None:
     """Prints one line per quantity: median and worst of 20 saves (the first one, which starts Orbax's threads, is not counted)."""
     config = config_module.load(argv or [f"--config={ROOT / 'configs/quickstart.py'}"])
-    set_cpu_devices(config.mesh.cpu_devices)
+    set_cpu_devices(with_cpu_devices(config).mesh.cpu_devices)
     mesh, model = make_mesh(config.mesh.strategy), shape(config)
     shardings = state_shardings(config, model, mesh)
     params = jax.jit(lambda: init_params(model, 0), out_shardings=shardings.params)()

@@ -22,8 +22,10 @@ def main(argv: list[str]) -> int:
         config_module.validate(config)
         from jaxprorl.monitoring.progress import Progress
         from jaxprorl.preemption import Preemption
+        from jaxprorl.sizes import with_cpu_devices
         from jaxprorl.start import base_model, prepare_devices
 
+        config = with_cpu_devices(config)  # as a run does: the cache tells models apart by it
         mesh = prepare_devices(config)
         with Preemption(), Progress(0, config.monitoring.progress) as progress:
             folder, cached = base_model(config, mesh, progress)

@@ -145,6 +145,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--profile", action="store_true", help="of the first variant")
     parser.add_argument("--vary", action="append", required=True, metavar="NAME:FIELD=VALUE,...")
     arguments, shared = parser.parse_known_args(argv)
+    if arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds}: must be 1 or more")
     default, variants = qwen2.UNROLL_MAX_LAYERS, []
     for text in arguments.vary:
         name, _, changes = text.partition(":")
@@ -152,6 +154,8 @@ def main(argv: list[str]) -> None:
         unroll = [int(change.partition("=")[2]) for change in own if change.startswith("unroll_max_layers=")]
         own = [f"--config.{change}" for change in own if not change.startswith("unroll_max_layers=")]
         variants.append(make_variant(name, [*shared, *own], unroll[0] if unroll else default))
+        if len(variants) == 1:  # a rule would choose again, and devices cannot change any more
+            shared.append(f"--config.mesh.cpu_devices={len(jax.devices('cpu'))}")
     for _ in range(1 + arguments.rounds):
         for variant in variants:
             measure(variant)

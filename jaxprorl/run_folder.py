@@ -162,9 +162,15 @@ def _open_run(config: ConfigDict, stack: ExitStack) -> RunFolder:
 
 
 def as_begun(config: ConfigDict, folder: RunFolder) -> ConfigDict:
-    """The config with `mesh.cpu_devices` chosen, if it is 0: as the run in the folder has it, on whatever machine; else by rule."""
+    """The config with `mesh.cpu_devices` chosen, if it is 0: as the run in the folder has it, on whatever machine; else by rule.
+
+    A run whose mesh is otherwise another one decides nothing.
+    """
     if not config.mesh.cpu_devices and config.on_existing != "replace" and has_begun(folder):
-        return with_cpu_devices(config, read_config(folder.path).mesh.cpu_devices)
+        stored = read_config(folder.path).to_dict().get("mesh")
+        if isinstance(stored, dict) and config.mesh.to_dict() | {"cpu_devices": stored.get("cpu_devices")} == stored:
+            devices = stored["cpu_devices"]
+            return with_cpu_devices(config, devices if type(devices) is int else 0)
     return with_cpu_devices(config)
 
 

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from jaxprorl.models.compute import Compute
 from jaxprorl.packing import most_rows
 from jaxprorl.recipe import stage_configs
-from jaxprorl.sharding.strategies import AXES, BATCH_AXES
+from jaxprorl.sharding.strategies import AXES, BATCH_AXES, STRATEGIES
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -26,8 +26,9 @@ MICRO_BATCH_TOKENS = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
 def with_cpu_devices(config: ConfigDict, devices: int = 0) -> ConfigDict:
     """The config with `mesh.cpu_devices` chosen, where it is 0: `devices`, or if that is 0 too, by rule.
 
-    The rule: as many as the sizes of `config.mesh` ask for; without any, the largest power of two that the process has cores for and that
-    divides what devices share: `rollout.slots` and `batch.micro_batch_rows` of all stages, and `warmstart.rows`.
+    The rule: as many as the sizes of `config.mesh` ask for; without any, one where the strategy would split parameters by them, else the
+    largest power of two that the process has cores for and that divides what devices share: `rollout.slots` and `batch.micro_batch_rows` of
+    all stages, and `warmstart.rows`.
     """
     if config.mesh.cpu_devices:
         return config
@@ -35,8 +36,8 @@ def with_cpu_devices(config: ConfigDict, devices: int = 0) -> ConfigDict:
 
 
 def _devices_by_rule(config: ConfigDict) -> int:
-    asked = math.prod(max(1, config.mesh[axis]) for axis in AXES)
-    if asked > 1:
+    asked, strategy = math.prod(max(1, config.mesh[axis]) for axis in AXES), STRATEGIES.get(config.mesh.strategy)
+    if strategy is None or asked > 1 or config.mesh[strategy.fills] or strategy.fills not in BATCH_AXES:
         return asked
     shared, devices = math.gcd(*_shared(config)), 1
     while 2 * devices <= min(usable_cores(), MAX_CPU_DEVICES) and shared % (2 * devices) == 0:

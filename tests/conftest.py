@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "reference_python" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.vllm)
         # One process runs all of a file, whose tests share fixtures; its long ones are taken up apart from the others.
-        item.add_marker(pytest.mark.xdist_group(f"{item.path.relative_to(ROOT)}{', long' * is_long(item)}"))
+        item.add_marker(pytest.mark.xdist_group(f"{os.path.relpath(item.path, ROOT)}{', long' * is_long(item)}"))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     # Stable: long ones last. Files with slow tests first, so that all processes have something to do to the end.
     items.sort(key=lambda item: (is_long(item), item.path not in slow))

@@ -57,6 +57,25 @@ def test_a_run_goes_on_with_the_host_devices_that_were_chosen_for_it_on_another_
     assert as_begun(config, folder).mesh.cpu_devices == 8
 
 
+@pytest.mark.parametrize("stored", [None, {}, {"cpu_devices": "2"}, "mesh"])
+def test_a_stored_mesh_that_is_none_leaves_the_choice_to_the_rule(
+    config: ConfigDict, stored: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizes, "usable_cores", lambda: 4)
+    folder = begin(as_begun(config, RunFolder(Path(config.runs_dir) / config.run_name)))
+    content = json.loads(folder.config.read_text())
+    content["mesh"] = content["mesh"] | stored if isinstance(stored, dict) and stored else stored
+    folder.config.write_text(json.dumps(content))
+    config.mesh.cpu_devices = 0
+    assert as_begun(config, folder).mesh.cpu_devices == 4
+
+
+def test_another_mesh_chooses_anew(config: ConfigDict) -> None:
+    folder = begin(config)
+    config.mesh.cpu_devices, config.mesh.strategy, config.mesh.tensor = 0, "fsdp_tp", 4
+    assert as_begun(config, folder).mesh.cpu_devices == 4
+
+
 def test_a_start_that_failed_decides_nothing(config: ConfigDict, monkeypatch: pytest.MonkeyPatch) -> None:
     config.mesh.cpu_devices = 0
     for cores in (4, 2):

@@ -43,6 +43,11 @@ def undecided(**overrides: Any) -> ConfigDict:
         (64, {"batch__micro_batch_rows": 12}, 4),
         (1, {"mesh__fsdp": 4, "mesh__tensor": 2}, 8),  # what is asked for by name
         (64, {"mesh__cpu_devices": 3}, 3),
+        (64, {"mesh__data": 1}, 1),  # the axis that would be filled is named
+        (64, {"mesh__strategy": "fsdp", "mesh__fsdp": 1}, 1),
+        (64, {"mesh__strategy": "fsdp"}, 8),
+        (64, {"mesh__strategy": "tp"}, 1),  # heads may not divide
+        (64, {"mesh__strategy": "no such"}, 1),  # refused later, by name
     ],
 )
 def test_host_devices_are_those_that_the_cores_serve_and_the_sizes_divide_by(

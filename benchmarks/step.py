@@ -53,6 +53,7 @@ def get_config() -> ConfigDict:
     c.filtering.rule = "off"
     c.batch.prompts = c.batch.refill_prompts = WORK["prompts"]
     c.batch.updates = 1
+    c.batch.micro_batch_rows = c.mesh.cpu_devices = 0  # by rule
     c.batch.row_tokens = WORK["prompt_tokens"] - 1 + 2 * (1 + WORK["response_tokens"])  # a prompt and two of its samples
     c.rollout.samples_per_prompt = WORK["samples_per_prompt"]
     c.rollout.max_prompt_tokens = WORK["prompt_tokens"]

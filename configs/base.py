@@ -136,7 +136,7 @@ def get_config() -> ConfigDict:
     c.batch.row_tokens = 96  # sequences are packed into rows of this length
     c.batch.packing = True  # several sequences share a row; False = one each, as "cudnn" attention needs
     c.batch.share_prompts = True  # a row holds a group's prompt once for all its samples there; only with packing and "naive" attention
-    c.batch.micro_batch_rows = 0  # rows per forward-backward, all devices together; 0 = by row_tokens and devices (jaxprorl/sizes.py)
+    c.batch.micro_batch_rows = 16  # rows per forward-backward, all devices together; 0 = by row_tokens and devices (jaxprorl/sizes.py)
 
     # Objective. Every choice, with formula and source, is in docs/algorithms.md; these are ProRL v1's where the paper tells.
     c.algorithm = ConfigDict()
@@ -294,7 +294,7 @@ def get_config() -> ConfigDict:
     c.mesh.fsdp = 0  # parameters, gradients and moments are split over it
     c.mesh.tensor = 0  # heads, MLP and vocabulary are split over it
     c.mesh.context = 0  # tokens of a row are split over it
-    c.mesh.cpu_devices = 0  # host devices when JAX runs on CPU, which share rows and rollout.slots; 0 = by cores (jaxprorl/sizes.py)
+    c.mesh.cpu_devices = 2  # host devices when JAX runs on CPU, which share rows and rollout.slots; 0 = by cores (jaxprorl/sizes.py)
 
     c.monitoring = ConfigDict()
     c.monitoring.progress = True  # live view in the terminal (plain lines when it is not a terminal)

@@ -25,7 +25,4 @@ def get_config() -> ConfigDict:
     c.optimizer.learning_rate = 3e-4  # constant, as in the paper; larger because the model is 4000 times smaller
     c.optimizer.warmup_updates = 8
     c.resets.every_steps = 50
-    # By rule these would depend on the machine, and every number with them.
-    c.mesh.cpu_devices = 2
-    c.batch.micro_batch_rows = 16
     return c

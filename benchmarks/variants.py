@@ -26,13 +26,16 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from benchmarks import step
 from benchmarks.step import prepare
 from benchmarks.workload import PAD_ID
+from jaxprorl import config as config_module
 from jaxprorl.batch import batch_advantages, device_batch
+from jaxprorl.errors import UserError
 from jaxprorl.executables import Plan, step_parts
 from jaxprorl.models import hf, qwen2
 from jaxprorl.models.compute import choose_compute
-from jaxprorl.sizes import with_micro_batch_rows
+from jaxprorl.sizes import with_cpu_devices, with_micro_batch_rows
 from jaxprorl.start import prepare_devices
 from jaxprorl.state import TrainState, start_state, state_shardings
 from jaxprorl.types import Completion, Group, Prompt, Score
@@ -76,10 +79,11 @@ def make_variant(name: str, argv: list[str], unroll_max_layers: int) -> Variant:
     with tempfile.TemporaryDirectory() as folder:
         config = prepare(Path(folder), argv)
         mesh = prepare_devices(config)
-        config, model_config = with_micro_batch_rows(config, mesh), hf.read_config(Path(config.model.path))
+        model_config = hf.read_config(Path(config.model.path))
         shardings = state_shardings(config, model_config, mesh)
         state = start_state(config, hf.read_params(Path(config.model.path), model_config, shardings.params), shardings)
-    compute, groups = choose_compute(config, model_config.head_dim, mesh), random_groups(config)
+    compute = choose_compute(config, model_config.head_dim, mesh)
+    config, groups = with_micro_batch_rows(config, compute), random_groups(config)
     started_s = time.perf_counter()
     log_probs, train_step = (part() for part in step_parts(Plan("", config, compute, ()), model_config, mesh, state, shardings))
     compile_s, batch = time.perf_counter() - started_s, device_batch(config, groups, mesh, compute.shared_prompts)
@@ -147,6 +151,9 @@ def main(argv: list[str]) -> None:
     arguments, shared = parser.parse_known_args(argv)
     if arguments.rounds < 1:
         parser.error(f"--rounds {arguments.rounds}: must be 1 or more")
+    step_file = f"--config={Path(step.__file__)}"
+    devices = with_cpu_devices(config_module.load([step_file, *shared])).mesh.cpu_devices  # once: they cannot change any more
+    shared.append(f"--config.mesh.cpu_devices={devices}")
     default, variants = qwen2.UNROLL_MAX_LAYERS, []
     for text in arguments.vary:
         name, _, changes = text.partition(":")
@@ -154,8 +161,6 @@ def main(argv: list[str]) -> None:
         unroll = [int(change.partition("=")[2]) for change in own if change.startswith("unroll_max_layers=")]
         own = [f"--config.{change}" for change in own if not change.startswith("unroll_max_layers=")]
         variants.append(make_variant(name, [*shared, *own], unroll[0] if unroll else default))
-        if len(variants) == 1:  # a rule would choose again, and devices cannot change any more
-            shared.append(f"--config.mesh.cpu_devices={len(jax.devices('cpu'))}")
     for _ in range(1 + arguments.rounds):
         for variant in variants:
             measure(variant)
@@ -169,4 +174,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")

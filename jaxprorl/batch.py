@@ -10,9 +10,10 @@ from ml_collections import ConfigDict
 from jaxprorl.algorithms.advantages import advantages
 from jaxprorl.algorithms.kl import in_reward_kl
 from jaxprorl.algorithms.losses import aggregation_weights
-from jaxprorl.packing import Sample, assign_rows, assign_shared_rows, most_rows, pack
+from jaxprorl.packing import Sample, assign_rows, assign_shared_rows, pack
 from jaxprorl.rollout.groups import graded, response_tokens, shaped
 from jaxprorl.sharding.mesh import replicated, token_sharding
+from jaxprorl.sizes import rows_per_update
 from jaxprorl.types import Group
 from jaxprorl.update import Batch
 
@@ -27,12 +28,7 @@ def int_names(shared: bool) -> tuple[str, ...]:
 
 def micro_batches_per_update(config: ConfigDict, shared: bool) -> int:
     """M: enough micro-batches for the largest mini-batch of the longest sequences."""
-    batch, rollout = config.batch, config.rollout
-    groups, samples = -(-batch.prompts // batch.updates), rollout.samples_per_prompt
-    rows = groups * samples
-    if batch.packing:
-        rows = most_rows(groups, samples, rollout.max_prompt_tokens, rollout.max_response_tokens, batch.row_tokens, shared)
-    return -(-rows // batch.micro_batch_rows)
+    return -(-rows_per_update(config, shared) // config.batch.micro_batch_rows)
 
 
 def batch_shapes(config: ConfigDict, mesh: Mesh, shared: bool) -> dict[str, jax.ShapeDtypeStruct]:

@@ -164,9 +164,10 @@ def _open_run(config: ConfigDict, stack: ExitStack) -> RunFolder:
 def as_begun(config: ConfigDict, folder: RunFolder) -> ConfigDict:
     """The config with `mesh.cpu_devices` chosen, if it is 0: as the run in the folder has it, on whatever machine; else by rule.
 
-    A run whose mesh is otherwise another one decides nothing.
+    A run whose mesh is otherwise another one decides nothing, nor does one where `checkpoint.accept` names the field.
     """
-    if not config.mesh.cpu_devices and config.on_existing != "replace" and has_begun(folder):
+    anew = config.on_existing == "replace" or "mesh.cpu_devices" in accepted(config)
+    if not config.mesh.cpu_devices and not anew and has_begun(folder):
         stored = read_config(folder.path).to_dict().get("mesh")
         if isinstance(stored, dict) and config.mesh.to_dict() | {"cpu_devices": stored.get("cpu_devices")} == stored:
             devices = stored["cpu_devices"]

@@ -39,7 +39,7 @@ class Setting:
 
 def make_settings(
     config: ConfigDict,
-    configs: Sequence[ConfigDict],
+    configs: tuple[ConfigDict, ...],
     first: int,
     prompts: Sequence[Prompt],
     computes: Sequence[Compute],
@@ -75,7 +75,7 @@ def make_settings(
         return engines[key]
 
     chosen = {number: engine_of(configs[number], configs[number].rollout.samples_per_prompt) for number in numbers}
-    exam = engine_of(longest(tuple(configs)), 1)
+    exam = engine_of(longest(configs), 1)
     plans = [_plan(declared[number], configs[number], computes[number]) for number in numbers]
     compiled = compile_all(plans, samples, model_config, mesh, recorder, state, shardings, fresh)
     rules = make_rules(config)

@@ -4,23 +4,20 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from jaxprorl.models.compute import Compute
 from jaxprorl.packing import most_rows
 from jaxprorl.recipe import stage_configs
-from jaxprorl.sharding.strategies import AXES, BATCH_AXES, STRATEGIES
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
+from jaxprorl.sharding.strategies import AXES, BATCH_AXES, CONTEXT_AXIS, STRATEGIES
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MAX_CPU_DEVICES = 8  # a choice: two were measured, on two cores
-# Of a micro-batch, per device. CPUs: measured; the largest before arrays fall out of the caches. Others: a choice, large enough for full
-# matrix units; the event `compile` tells the memory that it takes.
-MICRO_BATCH_TOKENS = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
+# Of a micro-batch, per device. CPUs: within what was measured to cost no time; memory grows with it. Others: a choice, large enough for
+# full matrix units; the event `compile` tells the memory that it takes.
+MICRO_BATCH_TOKENS = {"cpu": 1536, "gpu": 8192, "tpu": 8192}
 
 
 def with_cpu_devices(config: ConfigDict, devices: int = 0) -> ConfigDict:
@@ -63,21 +60,30 @@ def usable_cores() -> int:
         return cores
 
 
-def with_micro_batch_rows(config: ConfigDict, mesh: "Mesh") -> ConfigDict:
-    """A stage's config with `batch.micro_batch_rows` chosen, where it is 0.
+def with_micro_batch_rows(config: ConfigDict, compute: Compute) -> ConfigDict:
+    """A stage's config with `batch.micro_batch_rows` chosen, where it is 0, for how `choose_compute` has it computed.
 
-    The rule: rows of MICRO_BATCH_TOKENS on each device, but not more than a mini-batch of the longest sequences fills.
+    The rule: as many rows as MICRO_BATCH_TOKENS hold on each device, one at least, but not more than a mini-batch of the longest sequences
+    fills.
     """
-    batch, rollout = config.batch, config.rollout
+    batch = config.batch
     if batch.micro_batch_rows:
         return config
-    groups, samples = math.ceil(batch.prompts / batch.updates), rollout.samples_per_prompt
-    needed = groups * samples
-    if batch.packing:
-        needed = most_rows(groups, samples, rollout.max_prompt_tokens, rollout.max_response_tokens, batch.row_tokens, shared=False)
-    shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    rows = min(math.ceil(MICRO_BATCH_TOKENS[Compute(mesh=mesh).platform] / batch.row_tokens), math.ceil(needed / shards))
+    assert compute.mesh is not None
+    shards = math.prod(compute.mesh.shape[axis] for axis in BATCH_AXES)
+    needed = rows_per_update(config, compute.shared_prompts)
+    tokens = batch.row_tokens // compute.mesh.shape[CONTEXT_AXIS]  # of a row on each device
+    rows = min(max(1, MICRO_BATCH_TOKENS[compute.platform] // tokens), math.ceil(needed / shards))
     return _changed(config, "batch", micro_batch_rows=shards * rows)
+
+
+def rows_per_update(config: ConfigDict, shared: bool) -> int:
+    """Rows that the largest mini-batch of the longest sequences takes."""
+    batch, rollout = config.batch, config.rollout
+    groups, samples = math.ceil(batch.prompts / batch.updates), rollout.samples_per_prompt
+    if not batch.packing:
+        return int(groups * samples)
+    return most_rows(groups, samples, rollout.max_prompt_tokens, rollout.max_response_tokens, batch.row_tokens, shared)
 
 
 def _changed(config: ConfigDict, section: str, **values: Any) -> ConfigDict:

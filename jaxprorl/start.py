@@ -98,8 +98,9 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         ConfigError, DataError, ModelError, RewardError, CheckpointError: before any long work where that is possible.
     """
     mesh = prepare_devices(config)
-    configs, width = tuple(with_micro_batch_rows(each, mesh) for each in stage_configs(config)), head_dim(config)
+    configs, width = stage_configs(config), head_dim(config)
     computes = [choose_compute(stage_config, width, mesh) for stage_config in configs]
+    configs = tuple(with_micro_batch_rows(stage_config, compute) for stage_config, compute in zip(configs, computes, strict=True))
     progress = stack.enter_context(Progress(config.steps, config.monitoring.progress))
     for line in never_reached(config):
         progress.note(f"WARNING: {line}")
@@ -171,7 +172,9 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
     )  # fmt: skip
     training.set_weights(state.params, run.policy_version)
     if step is not None:
-        recorder.event(run.step, "resume", checkpoint_step=run.step, metrics_offset=offsets["metrics"], events_offset=offsets["events"])
+        warn_of_other_sizes(training)
+        told = {"checkpoint_step": run.step, "metrics_offset": offsets["metrics"], "events_offset": offsets["events"]}
+        recorder.event(run.step, "resume", **told, **sizes_of(training))
         progress.note(f"{folder.path}: going on from the checkpoint of step {run.step}")
     else:
         record_start(training, cached)
@@ -343,13 +346,27 @@ def params_digest(params: Params) -> str:
     return digest.hexdigest()
 
 
+def sizes_of(training: Training) -> dict[str, int]:
+    """What the order of sums, and with it the last bits of all numbers, depends on."""
+    return {"devices": len(jax.devices()), "micro_batch_rows": training.config.batch.micro_batch_rows}
+
+
+def warn_of_other_sizes(training: Training) -> None:
+    """Says when a run goes on with other sizes than it had in this stage so far: it does not equal the uninterrupted one."""
+    now, had = sizes_of(training), dict[str, int]()
+    for event in events.read(training.folder.events):
+        had |= {name: event[name] for name in now if name in event}
+    if had and had != now:
+        was, new = (", ".join(f"{name} {value}" for name, value in each.items()) for each in (had, {name: now[name] for name in had}))
+        training.recorder.progress.note(f"WARNING: {training.folder.path} goes on with {new}; it had {was}, so sums are in another order")
+
+
 def record_start(training: Training, cached: bool) -> None:
     """The first events of a run."""
     config, recorder, splits, compute = training.config, training.recorder, training.splits, training.setting.compute
     recorder.event(
-        0, "run_start", seed=config.seed, steps=config.steps, parameters=parameter_count(training.model_config), devices=len(jax.devices()),
-        micro_batch_rows=config.batch.micro_batch_rows, attention=compute.attention, remat=compute.remat,
-        shared_prompts=compute.shared_prompts, identity=training.identity,
+        0, "run_start", seed=config.seed, steps=config.steps, parameters=parameter_count(training.model_config), **sizes_of(training),
+        attention=compute.attention, remat=compute.remat, shared_prompts=compute.shared_prompts, identity=training.identity,
         start_digest=params_digest(training.state.params),
         versions={name: importlib.metadata.version(name) for name in VERSIONS},
     )  # fmt: skip
@@ -363,7 +380,9 @@ def record_start(training: Training, cached: bool) -> None:
         recorder.event(0, "warm_start", cached=cached, **kept)
     if training.setting.stage:
         told = {"number": 1, "name": training.setting.stage.name, "changes": dict(training.setting.stage.changes)}
-        recorder.event(0, "stage", **told, reason="start", surplus_dropped=0, tokens_wasted=0)
+        recorder.event(
+            0, "stage", **told, reason="start", micro_batch_rows=config.batch.micro_batch_rows, surplus_dropped=0, tokens_wasted=0
+        )
 
 
 def evaluate_held_out(training: Training, when: str) -> dict[str, Any]:

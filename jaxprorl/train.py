@@ -171,6 +171,7 @@ def begin_stage(training: Training) -> None:
     left = surplus.carried_over(training.surplus, before.config, setting.config, setting.prompts, run.policy_version)
     dropped = [group for group in training.surplus if all(group is not kept for kept in left)]
     told = {"number": run.stage + 2, "name": stage.name, "changes": dict(stage.changes), "reason": ending.reason}
+    told["micro_batch_rows"] = setting.config.batch.micro_batch_rows
     recorder.event(run.step, "stage", **told, surplus_dropped=len(dropped), tokens_wasted=tokens_of(dropped))
     recorder.progress.note(f"step {run.step}: stage {stage.name} ({ending.reason})")
     own = Firing(run.step, RESET, ending.reads, f"stage {stage.name}", {"ended_by": ending.trigger} | dict(ending.statistics))

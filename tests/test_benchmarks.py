@@ -17,6 +17,7 @@ from jaxprorl import config as config_module
 from jaxprorl.data.prompts import Item, build_prompt
 from jaxprorl.data.tokenizer import load_tokenizer
 from jaxprorl.models import hf
+from jaxprorl.models.compute import Compute
 from jaxprorl.sharding.mesh import make_mesh
 from jaxprorl.sizes import with_micro_batch_rows
 
@@ -106,7 +107,7 @@ def test_every_point_of_the_scaling_curves_is_a_valid_config(axis: str, value: i
     tokens = step.step_tokens(config)
     assert tokens == {"batch": 128 * value, "length": 16384, "vocabulary": 32 * 128}[axis]
     rows = config.batch.prompts * config.rollout.samples_per_prompt
-    chosen = with_micro_batch_rows(config, make_mesh("dp"))
+    chosen = with_micro_batch_rows(config, Compute(mesh=make_mesh("dp")))
     assert rows % chosen.batch.micro_batch_rows == 0 == rows - config.rollout.slots
 
 
@@ -130,6 +131,9 @@ def test_variants_are_compared_and_profiled() -> None:
     small = ["batch.prompts=2", "batch.refill_prompts=2", "rollout.slots=16", "workload.model.num_hidden_layers=2"]
     command = [sys.executable, variants.__file__, "--rounds", "1", "--profile", *(f"--config.{change}" for change in small)]
     command += ["--vary", "as it is:", "--vary", "scanned:unroll_max_layers=1,batch.micro_batch_rows=2"]
+    refused = subprocess.run([*command, "--vary", "odd:batch.micro_batch_rows=1"], capture_output=True, text=True, check=False)
+    if os.cpu_count() != 1:
+        assert refused.returncode == 1 and refused.stderr.splitlines()[-1].startswith("error: batch.micro_batch_rows = 1: must divide by")
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     lines = done.stdout.splitlines()
     assert lines[0].startswith("as it is: 1 x 8 x 321 tokens, naive") and lines[1].startswith("scanned: 4 x 2 x 321 tokens, naive")

@@ -132,7 +132,18 @@ def test_another_strategy_is_refused_and_can_be_accepted(place: Path) -> None:
     assert "--config.checkpoint.accept=mesh.strategy" in refused(place, "mesh.strategy=zero1")
     ended = tiny_run.train(place, f"steps={STEPS + 1}", "mesh.strategy=zero1", "checkpoint.accept=mesh.strategy")
     assert "going on from the checkpoint of step 4" in ended.stdout
+    assert "sums are in another order" not in ended.stdout
     assert [line["step"] for line in tiny_run.lines(place / "runs/tiny/metrics.jsonl")] == list(range(STEPS + 1))
+
+
+def test_other_sizes_are_told_by_a_warning_and_the_event(place: Path) -> None:
+    accept = "checkpoint.accept=batch.micro_batch_rows,mesh.cpu_devices"
+    ended = tiny_run.train(place, f"steps={STEPS + 1}", "batch.micro_batch_rows=0", "mesh.cpu_devices=1", accept)
+    (told,) = [line for line in ended.stdout.splitlines() if "WARNING" in line]
+    assert told.endswith("goes on with devices 1, micro_batch_rows 16; it had devices 2, micro_batch_rows 8, so sums are in another order")
+    events = tiny_run.lines(place / "runs/tiny/events.jsonl")
+    sizes = [(event["devices"], event["micro_batch_rows"]) for event in events if event["kind"] in ("run_start", "resume")]
+    assert sizes == [(2, 8), (1, 16)]
 
 
 def test_other_data_under_the_same_name_and_another_reward_are_refused(home: Path, tmp_path: Path) -> None:

@@ -70,6 +70,13 @@ def test_a_stored_mesh_that_is_none_leaves_the_choice_to_the_rule(
     assert as_begun(config, folder).mesh.cpu_devices == 4
 
 
+def test_a_number_that_may_change_is_chosen_anew(config: ConfigDict, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = begin(config)
+    monkeypatch.setattr(sizes, "usable_cores", lambda: 4)
+    config.mesh.cpu_devices, config.checkpoint.accept = 0, "mesh.cpu_devices"
+    assert as_begun(config, folder).mesh.cpu_devices == 4
+
+
 def test_another_mesh_chooses_anew(config: ConfigDict) -> None:
     folder = begin(config)
     config.mesh.cpu_devices, config.mesh.strategy, config.mesh.tensor = 0, "fsdp_tp", 4

@@ -13,7 +13,7 @@ from benchmarks import step
 from configs import base
 from jaxprorl import sizes
 from jaxprorl.config import validate
-from jaxprorl.models.compute import choose_compute
+from jaxprorl.models.compute import Compute, choose_compute
 from jaxprorl.sizes import usable_cores, with_cpu_devices, with_micro_batch_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,46 +87,54 @@ def test_cores_are_those_of_the_process_and_its_quota(
     assert usable_cores() == 5
 
 
+def compute_on(platform: str, shared: bool = False, **axes: int) -> Compute:
+    return Compute(mesh=mesh_of(platform, **axes), shared_prompts=shared)
+
+
 @pytest.mark.parametrize(
-    ("platform", "data", "fsdp", "overrides", "expected"),
+    ("compute", "overrides", "expected"),
     [
-        ("cpu", 1, 1, {"row_tokens": 1024}, 1),
-        ("cpu", 1, 1, {"row_tokens": 1023}, 2),
-        ("cpu", 2, 1, {"row_tokens": 321}, 8),
-        ("cpu", 2, 2, {"row_tokens": 321}, 16),
-        ("cpu", 2, 1, {"row_tokens": 4160}, 2),  # one each at least
-        ("gpu", 4, 2, {"row_tokens": 4096}, 16),
-        ("cuda", 1, 1, {"row_tokens": 2048}, 4),
-        ("tpu", 1, 4, {"row_tokens": 20000}, 4),
+        (compute_on("cpu"), {"row_tokens": 768}, 2),
+        (compute_on("cpu"), {"row_tokens": 769}, 1),
+        (compute_on("cpu", data=2), {"row_tokens": 321}, 8),
+        (compute_on("cpu", data=2, fsdp=2), {"row_tokens": 321}, 16),
+        (compute_on("cpu", data=2), {"row_tokens": 4160}, 2),  # one each at least
+        (compute_on("cpu", fsdp=2, context=2), {"row_tokens": 768}, 8),  # each device has half of a row
+        (compute_on("gpu", data=4, fsdp=2), {"row_tokens": 4096}, 16),
+        (compute_on("cuda"), {"row_tokens": 2048}, 4),
+        (compute_on("gpu"), {"row_tokens": 8000}, 1),
+        (compute_on("tpu", fsdp=4), {"row_tokens": 20000}, 4),
         # 64 sequences of 20 tokens at most fill 4 rows of 360, 18 in each, or 64 unpacked ones
-        ("gpu", 1, 1, {"row_tokens": 360, "prompts": 16}, 4),
-        ("gpu", 1, 3, {"row_tokens": 360, "prompts": 16}, 6),
-        ("gpu", 1, 1, {"row_tokens": 40, "prompts": 16, "packing": False}, 64),
-        ("gpu", 1, 1, {"row_tokens": 40, "prompts": 16}, 32),
-        ("gpu", 1, 1, {"row_tokens": 40, "prompts": 16, "updates": 16}, 2),
+        (compute_on("gpu"), {"row_tokens": 360, "prompts": 16}, 4),
+        (compute_on("gpu", data=3), {"row_tokens": 360, "prompts": 16}, 6),
+        (compute_on("gpu"), {"row_tokens": 40, "prompts": 16, "packing": False}, 64),
+        (compute_on("gpu"), {"row_tokens": 40, "prompts": 16}, 32),
+        (compute_on("gpu"), {"row_tokens": 40, "prompts": 16, "updates": 16}, 2),
+        (compute_on("gpu", shared=True), {"row_tokens": 60, "prompts": 1}, 1),  # prompts of 8 and 4 samples of 12: 7 + 4 x 13 = 59
+        (compute_on("gpu"), {"row_tokens": 60, "prompts": 1}, 2),  # three of 20 in a row
     ],
 )
 def test_micro_batches_hold_so_many_tokens_per_device_and_no_more_than_there_are(
-    platform: str, data: int, fsdp: int, overrides: dict[str, Any], expected: int
+    compute: Compute, overrides: dict[str, Any], expected: int
 ) -> None:
     changes = {"prompts": 100_000, "updates": 1, "micro_batch_rows": 0} | overrides
     config = tiny_config(**{f"batch__{name}": value for name, value in changes.items()})
-    chosen = with_micro_batch_rows(config, mesh_of(platform, data, fsdp))
+    chosen = with_micro_batch_rows(config, compute)
     assert (chosen.batch.micro_batch_rows, config.batch.micro_batch_rows) == (expected, 0)
 
 
 def test_rows_that_are_named_stay() -> None:
     config = tiny_config(batch__micro_batch_rows=6)
-    assert with_micro_batch_rows(config, mesh_of("cpu", 2)) is config
+    assert with_micro_batch_rows(config, compute_on("cpu", data=2)) is config
 
 
-def test_the_benchmark_takes_the_sizes_that_were_measured_to_be_best(tmp_path: Path) -> None:
+def test_the_benchmark_takes_sizes_that_were_measured(tmp_path: Path) -> None:
     config = step.get_config()
     config.model.path, config.data.source = str(tmp_path), f"jsonl:{tmp_path / 'questions.jsonl'}"
     step.write_questions(tmp_path / "questions.jsonl", config.batch.prompts)
     validate(config)
-    config, mesh = with_micro_batch_rows(config, mesh_of("cpu", 2)), mesh_of("cpu", 2)
-    compute = choose_compute(config, 64, mesh)
+    compute = choose_compute(config, 64, mesh_of("cpu", 2))
+    config = with_micro_batch_rows(config, compute)
     assert (config.batch.micro_batch_rows, compute.attention, compute.shared_prompts) == (8, "naive", True)
 
 

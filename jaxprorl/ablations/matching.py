@@ -50,7 +50,7 @@ def foreign_config(plan: Plan, home: Home, record: Record) -> list[str]:
     return [
         f"{record.name} is not a run of the plan: its {field} is {theirs!r}, planned is {ours!r}"
         for field, theirs, ours in differences(record.config, planned)
-        if not field.startswith(ELSEWHERE) and (field, ours) != ("mesh.cpu_devices", 0)  # 0: a rule was to choose
+        if not field.startswith(ELSEWHERE)
     ]
 
 

@@ -162,6 +162,8 @@ def _resolved(settings: Mapping[str, Any], place: str, changes: Sequence[str]) -
         validate(config)
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
+    for field, value in (("mesh.cpu_devices", config.mesh.cpu_devices), ("batch.micro_batch_rows", config.batch.micro_batch_rows)):
+        _require(value > 0, f"{place}: {field}", value, "name a number: a rule may choose another one for each arm and machine")
     return without(_as_json(config), OWN_FIELDS)
 
 

@@ -17,7 +17,7 @@ EVENTS: dict[str, tuple[str, str]] = {
         "seed, steps, parameters (count), devices (count), micro_batch_rows, attention, remat, versions {package: version}, "
         "identity {data, tokenizer, reward: digest}, start_digest (of the start parameters)",
     ),
-    "resume": ("a run goes on from a checkpoint", "checkpoint_step, metrics_offset?, events_offset?"),
+    "resume": ("a run goes on from a checkpoint", "checkpoint_step, metrics_offset?, events_offset?, devices, micro_batch_rows"),
     "warm_start": ("the base model is ready", "cached (bool), fingerprint, skill_updates?, careless_updates?, solve_rate?"),
     "data": ("splits made and compared", "train, validation, held_out (items), duplicates_removed?, fingerprint?"),
     "compile": (
@@ -28,8 +28,8 @@ EVENTS: dict[str, tuple[str, str]] = {
     "evaluation": ("held-out split graded", "when (before or after), temperature, solve_rate, mean_score, per_task?"),
     "stage": (
         "a stage begins, right before this step",
-        "number (from 1), name, reason (how the one before ended), changes {field: value}, surplus_dropped (groups that do not fit it), "
-        "tokens_wasted (theirs)",
+        "number (from 1), name, reason (how the one before ended), changes {field: value}, micro_batch_rows, "
+        "surplus_dropped (groups that do not fit it), tokens_wasted (theirs)",
     ),
     "stage_end": (
         "a stage has ended with this step",

@@ -114,11 +114,13 @@ class Schedule:
         return [Prefill(prompt, number, entry)]
 
     def _donor(self, shard: _Shard) -> _Shard | None:
-        """The shard with the most samples too many, if this one can take its last prompt's."""
-        donor = max(self._shards, key=lambda other: other.too_many)
-        if self._waiting or not donor.too_many:
+        """Of the shards whose last prompt this one holds or has room for, that with the most samples too many."""
+        if self._waiting:
             return None
-        return donor if shard.free_entries or donor.open[-1].prompt.prompt_id in shard.held else None
+        donors = [
+            other for other in self._shards if other.too_many and (shard.free_entries or other.open[-1].prompt.prompt_id in shard.held)
+        ]
+        return max(donors, key=lambda other: other.too_many, default=None)
 
     def _share(self, number: int) -> list[Prefill]:
         """As many of the donor's last samples, all of one prompt, as it has too many and find a free slot here."""

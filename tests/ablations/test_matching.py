@@ -6,12 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny_ablation
 
-from jaxprorl.ablations.matching import first_difference, foreign_config, wrong_budget
-from jaxprorl.ablations.plan import make_plan, resolve
+from jaxprorl.ablations.matching import first_difference, wrong_budget
 from jaxprorl.ablations.records import Drawn, Record
-from jaxprorl.ablations.runs import Home, Run, changes_of
+from jaxprorl.ablations.runs import Run
 
 
 def drawn(*steps: Sequence[int], carried: Sequence[Sequence[int]] = ()) -> list[Drawn]:
@@ -92,14 +90,3 @@ def test_a_run_whose_metrics_do_not_make_up_its_end_is_caught() -> None:
     assert wrong_budget(plan, record([10, 10, 10], completion_tokens=30)) == [
         "a-seed_0: its metrics make up 35 completion_tokens, its end tells of 30"
     ]
-
-
-@pytest.mark.parametrize(("planned", "had", "expected"), [(0, 4, None), (2, 2, None), (2, 4, "mesh.cpu_devices is 4, planned is 2")])
-def test_host_devices_that_a_rule_chose_make_no_other_run(planned: int, had: int, expected: str | None, tmp_path: Path) -> None:
-    settings = tiny_ablation.get_config().to_dict()
-    settings["fields"] = (*settings["fields"], f"mesh.cpu_devices={planned}")
-    plan, home, run = make_plan(settings), Home(tmp_path), Run("often", 0)
-    config = resolve(plan.experiment, changes_of(plan, home, run), "often")
-    config["mesh"]["cpu_devices"] = had
-    found = foreign_config(plan, home, Record(run, home.runs / run.name, config, {}, {}, [], [], {}))
-    assert found == ([] if expected is None else [f"{run.name} is not a run of the plan: its {expected}"])

@@ -148,3 +148,11 @@ def test_a_plan_may_change_before_the_first_run_and_after_it_only_with_a_reason(
 
 def test_without_leaves_out_fields_and_groups() -> None:
     assert without({"a": 1, "b": {"c": 2, "d": 3}, "e": {"f": 4}}, ("a", "b.c", "e.")) == {"b": {"d": 3}}
+
+
+@pytest.mark.parametrize("field", ["mesh.cpu_devices", "batch.micro_batch_rows"])
+def test_sizes_that_a_rule_would_choose_for_each_arm_are_refused(field: str) -> None:
+    changed = settings()
+    changed["fields"] = (*changed["fields"], f"{field}=0")
+    with pytest.raises(ConfigError, match=rf"arms\.never: {field} = 0: name a number"):
+        make_plan(changed)

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 from jaxprorl import commit
 from jaxprorl import config as config_module
 from jaxprorl.checkpoint import Checkpoints, Host, newest_sound_step, restore_state
+from jaxprorl.errors import UserError
 from jaxprorl.models.qwen2 import Qwen2Config, init_params
 from jaxprorl.sharding.mesh import make_mesh, set_cpu_devices
 from jaxprorl.sizes import with_cpu_devices
@@ -41,6 +42,7 @@ def shape(config: ConfigDict) -> Qwen2Config:
 def main(argv: list[str]) -> None:
     """Prints one line per quantity: median and worst of 20 saves (the first one, which starts Orbax's threads, is not counted)."""
     config = config_module.load(argv or [f"--config={ROOT / 'configs/quickstart.py'}"])
+    config_module.validate(config)
     set_cpu_devices(with_cpu_devices(config).mesh.cpu_devices)
     mesh, model = make_mesh(config.mesh.strategy), shape(config)
     shardings = state_shardings(config, model, mesh)
@@ -77,4 +79,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -20,6 +20,7 @@ from benchmarks.step import prepare
 from benchmarks.workload import WORK, prompts, report_generation, require
 from jaxprorl.data.prompts import Item, build_prompt
 from jaxprorl.data.tokenizer import load_tokenizer
+from jaxprorl.errors import UserError
 from jaxprorl.evaluation.summary import peak_memory_bytes
 from jaxprorl.models import hf
 from jaxprorl.rollout.engine import Sampling
@@ -34,6 +35,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--batch", type=int, default=128, help="completions at a time; a multiple of samples_per_prompt")
     arguments, overrides = parser.parse_known_args(argv)
     samples = WORK["samples_per_prompt"]
+    if arguments.batch < samples or arguments.batch % samples:
+        parser.error(f"--batch {arguments.batch}: must be a multiple of {samples}, the samples of a prompt")
     with tempfile.TemporaryDirectory() as folder:
         config = prepare(Path(folder), [f"--config.rollout.slots={arguments.batch}", *overrides])
         mesh = prepare_devices(config)
@@ -57,4 +60,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")

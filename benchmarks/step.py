@@ -30,6 +30,7 @@ from benchmarks.workload import PAD_ID, STOP_ID, WORK, prompts, report, write_to
 from configs import base
 from jaxprorl import config as config_module
 from jaxprorl.compilation import no_compilation
+from jaxprorl.errors import UserError
 from jaxprorl.evaluation.summary import peak_memory_bytes
 from jaxprorl.models.hf import hf_keys
 from jaxprorl.models.hf.config import config_json
@@ -152,11 +153,18 @@ def measure(training: Training, preemption: Preemption) -> tuple[list[float], di
 def prepare(place: Path, argv: list[str]) -> ConfigDict:
     """Model and questions in the folder `place`, and the checked config of a run on them. Changes the current directory."""
     os.chdir(ROOT)  # where grader processes find the reward
-    config = config_module.load([f"--config={__file__}", *argv])
+    config, default = config_module.load([f"--config={__file__}", *argv]), get_config()
+    for made, own, unnamed in (
+        ("model.path", config.model.path, default.model.path),
+        ("data.source", config.data.source, default.data.source),
+        ("runs_dir", config.runs_dir, default.runs_dir),
+    ):
+        if own != unnamed:
+            raise UserError(f"{made} = {own!r}: the benchmark makes its own; leave the field out")
     write_model(place / "model", model_shape(config))
     write_questions(place / "questions.jsonl", config.batch.prompts)
-    config.runs_dir, config.cache_dir = str(place / "runs"), str(ROOT / ".cache")
-    config.model.path, config.data.source = str(place / "model"), f"jsonl:{place / 'questions.jsonl'}"
+    config.runs_dir, config.model.path = str(place / "runs"), str(place / "model")
+    config.data.source = f"jsonl:{place / 'questions.jsonl'}"
     config_module.validate(config)
     return config
 
@@ -177,4 +185,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -16,6 +16,7 @@ from benchmarks.run import fallen, jobs, ratios, table
 from jaxprorl import config as config_module
 from jaxprorl.data.prompts import Item, build_prompt
 from jaxprorl.data.tokenizer import load_tokenizer
+from jaxprorl.errors import UserError
 from jaxprorl.models import hf
 from jaxprorl.models.compute import Compute
 from jaxprorl.sharding.mesh import make_mesh
@@ -142,3 +143,25 @@ def test_variants_are_compared_and_profiled() -> None:
         total_s, *parts = map(float, re.findall(r" (\d+\.\d+)", line))
         assert line.startswith(f"as it is, seconds of {name} per device: ")
         assert 0.8 * total_s < sum(parts) <= total_s + 0.01 and parts == sorted(parts, reverse=True)
+
+
+@pytest.mark.parametrize(("field", "value"), [("model.path", "m"), ("data.source", "jsonl:q.jsonl"), ("runs_dir", "r")])
+def test_fields_that_the_benchmark_fills_in_itself_are_refused(field: str, value: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{field} = '{value}': the benchmark makes its own; leave the field out"):
+        step.prepare(tmp_path, [f"--config.{field}={value}"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "arguments", "said"),
+    [
+        ("step.py", ["--config.runs_dir=r"], "error: runs_dir = 'r': "),
+        ("generation.py", ["--config.rollout.slots=0"], "error: rollout.slots = 0: "),
+        ("generation.py", ["--batch", "12"], "generation.py: error: --batch 12: must be a multiple of 8"),
+        ("checkpoints.py", ["--config=configs/quickstart.py", "--config.mesh.cpu_devices=-1"], "error: mesh.cpu_devices = -1: "),
+    ],
+)
+def test_bad_input_is_one_line(script: str, arguments: list[str], said: str) -> None:
+    command = [sys.executable, str(Path(step.__file__).with_name(script)), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=step.ROOT)
+    assert done.returncode != 0 and done.stderr.splitlines()[-1].startswith(said) and "Traceback" not in done.stderr

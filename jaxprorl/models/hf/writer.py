@@ -130,7 +130,7 @@ def _write_tensors(folder: Path, shards: Mapping[str, list[Entry]], stream: Iter
                 key, value = next(stream)
                 if (key, value.shape, value.nbytes) != (entry.key, entry.shape, entry.bytes):
                     raise ValueError(f"{key} {value.shape} {value.dtype} was planned as {entry}")
-                file.write(value.reshape(-1).view(np.uint8))
+                file.write(value.reshape(-1).view(np.uint8).data)
             file.flush()
             os.fsync(file.fileno())
     if len(shards) > 1:

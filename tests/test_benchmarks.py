@@ -1,5 +1,7 @@
 """What the benchmarks compute around their runs; the runs themselves take minutes and a quiet machine."""
 
+import json
+import math
 import os
 import re
 import subprocess
@@ -11,8 +13,9 @@ import pytest
 import safetensors.numpy
 from tokenizers import Tokenizer
 
+from benchmarks import run as runner
 from benchmarks import scaling, step, variants, workload
-from benchmarks.run import fallen, jobs, ratios, table
+from benchmarks.run import expected, failures, fallen, jobs, ratios, read_recorded, table
 from jaxprorl import config as config_module
 from jaxprorl.data.prompts import Item, build_prompt
 from jaxprorl.data.tokenizer import load_tokenizer
@@ -47,6 +50,134 @@ def test_a_ratio_falls_when_it_is_below_the_recorded_one_by_more_than_the_margin
     recorded = {"a": 2.0, "b": 2.0, "c": 2.0, "not measured now": 9.0}
     (line,) = fallen({"a": 1.5, "b": 1.49, "c": 5.0, "new": 0.1}, recorded, margin=0.25)
     assert line == "b: 1.49, recorded 2.00, at least 1.50 is right"
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 0.0, -2.0])
+def test_a_ratio_that_is_no_finite_number_above_zero_never_passes(odd: float) -> None:
+    assert len(fallen({"a": odd}, {"a": 2.0})) == len(fallen({"a": 2.0}, {"a": odd})) == 1
+    assert failures({"a": odd, "b": 2.0}, {"a": 2.0, "b": 2.0}, set()) == [f"a: {odd}, a finite number above 0 is right"]
+    assert failures({"new": odd, "b": 2.0}, {"b": 2.0}, set()) == [f"new: {odd}, a finite number above 0 is right"]
+
+
+def test_seconds_or_memory_of_zero_give_no_ratio() -> None:
+    found = ratios([result("jaxprorl", 5.0, 0), result("trl", math.nan, 300)])
+    assert list(found) == ["float32.trl.step", "float32.trl.memory"] and all(map(math.isnan, found.values()))
+
+
+def test_a_check_expects_the_recorded_ratios_of_given_peers_and_dtypes() -> None:
+    recorded = dict.fromkeys(
+        ("float32.trl.step", "bfloat16.trl.step", "float32.transformers.generation_128", "float32.trl2.step", "odd"), 2.0
+    )
+    assert expected(recorded, PEERS, ["float32", "bfloat16"]) == set()
+    assert expected(recorded, PEERS | {"trl": "py"}, ["float32"]) == {"float32.trl.step"}
+    assert expected(recorded, PEERS | {"torch": "py"}, ["float32"]) == {"float32.transformers.generation_128"}
+    assert failures({"a": 2.0}, {"a": 2.0, "b": 2.0}, {"a"}) == []
+    assert failures({"a": 2.0}, {"a": 2.0, "b": 2.0}, {"a", "b"}) == ["b: not measured, though its peer was given; recorded 2.00"]
+    assert failures({"a": 2.0}, {"b": 2.0}, set()) == failures({}, {}, set()) == ["nothing was compared"]
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, folder: Path, arguments: list[str], trl: dict | None = None) -> int:
+    """`run.main` on float32 with TRL's result as given, in place of real runs; without one, no run may start."""
+
+    def instead(command: list[str]) -> dict:
+        assert trl is not None, f"started {command}"
+        return result("jaxprorl", 5.0, 200) | {"overrides": {}} if Path(command[1]).name == "step.py" else trl
+
+    monkeypatch.setattr(runner, "RECORDED", folder / "recorded.json")
+    monkeypatch.setattr(runner, "run", instead)
+    return runner.main([*arguments, "--dtypes", "float32", "--output", str(folder / "peers.json")])
+
+
+TRL = ["--trl", sys.executable]
+KEPT = {"float32.trl.step": 3.0, "float32.trl.memory": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("trl", "kept", "status", "said"),
+    [
+        (result("trl", 15.0, 300), KEPT, 0, []),
+        (result("trl", 15.0, 300), KEPT | {"float32.vllm.generation_16": 2.0, "bfloat16.trl.step": 2.0}, 0,
+         ["not compared: bfloat16.trl.step, float32.vllm.generation_16"]),
+        (result("trl", 15.0, 300), {"float32.trl.step": 3.0}, 0, ["not recorded: float32.trl.memory"]),
+        (result("trl", 15.0, 300), KEPT | {"float32.trl.sampling": 2.0}, 1,
+         ["float32.trl.sampling: not measured, though its peer was given; recorded 2.00"]),
+        (result("trl", 5.0, 300), KEPT, 1, ["float32.trl.step: 1.00, recorded 3.00, at least 2.25 is right"]),
+        (result("trl", math.nan, 300), KEPT, 1, ["float32.trl.step: nan, a finite number above 0 is right"]),
+    ],
+)  # fmt: skip
+def test_a_check_says_what_it_compared(
+    trl: dict, kept: dict, status: int, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "recorded.json").write_text(json.dumps(kept))
+    assert run_main(monkeypatch, tmp_path, ["--check", *TRL], trl) == status
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines[lines.index("") + 3 :] if line] == said  # after the table and the two ratios
+
+
+@pytest.mark.parametrize("arguments", [[], TRL])
+def test_a_check_that_would_compare_nothing_starts_no_run(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recorded.json").write_text('{"float32.vllm.generation_16": 2.0}')
+    with pytest.raises(SystemExit, match=r"--check: nothing to compare, .*recorded.json has no ratio of the peers and dtypes"):
+        run_main(monkeypatch, tmp_path, ["--check", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read"), ("", "not JSON"), ("{", "not JSON"), ("[1.0]", "a list"), ("2.0", "a float"), ("{}", "an empty object"),
+        ('{"a": 1.0, "b": NaN}', "b = nan"), ('{"a": Infinity}', "a = inf"), ('{"a": 0}', "a = 0"), ('{"a": -1.5}', "a = -1.5"),
+        ('{"a": "2.0"}', "a = '2.0'"), ('{"a": true}', "a = True"), ('{"a": null}', "a = None"),
+    ],
+)  # fmt: skip
+def test_a_file_of_ratios_that_is_none_is_refused_in_one_line_before_any_run(
+    text: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is not None:
+        (tmp_path / "recorded.json").write_text(text)
+    with pytest.raises(SystemExit) as refused:
+        run_main(monkeypatch, tmp_path, ["--check", *TRL])
+    message = str(refused.value)
+    assert message.startswith(f"{tmp_path / 'recorded.json'}: {said}") and "\n" not in message
+    assert message.endswith("an object of ratios, finite numbers above 0, is right; --record makes it")
+
+
+def test_the_recorded_ratios_are_sound() -> None:
+    assert len(read_recorded(runner.RECORDED)) == 14
+
+
+def test_nothing_is_recorded_unless_every_ratio_is_sound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    file = tmp_path / "recorded.json"
+    file.write_text("as it was")
+    with pytest.raises(SystemExit, match=r"--record: no ratio without a peer, .*recorded.json stays as it is"):
+        run_main(monkeypatch, tmp_path, ["--record"])
+    assert run_main(monkeypatch, tmp_path, ["--record", *TRL], result("trl", math.nan, 300)) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("float32.trl.step: nan, a finite number above 0 is right; ")
+    assert file.read_text() == "as it was"
+    assert run_main(monkeypatch, tmp_path, ["--record", *TRL], result("trl", 15.0, 300)) == 0
+    assert json.loads(file.read_text()) == KEPT
+
+
+def test_a_peer_without_its_interpreter_is_refused_before_any_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, tmp_path, ["--trl", str(tmp_path / "python")])
+    assert f"--trl {tmp_path / 'python'}: no such program" in capsys.readouterr().err
+
+
+def printing(line: dict, status: int = 0) -> list[str]:
+    return [sys.executable, "-c", f"import sys; print({json.dumps(line)!r}); sys.exit({status})"]
+
+
+def test_a_run_that_fails_after_its_result_does_not_count() -> None:
+    own = result("jaxprorl", 5.0)
+    assert runner.run(printing(own)) == own
+    with pytest.raises(SystemExit, match=r"sys\.exit\(3\): status 3, after its result, which does not count"):
+        runner.run(printing(own, 3))
+    with pytest.raises(SystemExit, match="status 0, no result"):
+        runner.run([sys.executable, "-c", ""])
 
 
 def test_peers_without_an_interpreter_are_left_out() -> None:

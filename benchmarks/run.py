@@ -60,6 +60,14 @@ def run(command: Sequence[str]) -> Result:
     return result
 
 
+def run_unchanged(command: Sequence[str]) -> Result:
+    """The result of `run`, unless fields of ours were overridden: that is other work than the peers'."""
+    result = run(command)
+    if result.get("overrides"):  # peers have no such field
+        raise SystemExit(f"{' '.join(command)}: not the workload, fields are overridden: {json.dumps(result['overrides'])}")
+    return result
+
+
 def ratios(results: Sequence[Result]) -> dict[str, float]:
     """How many times a peer's seconds per step, its memory, and our sampled tokens per second are the other's. Above 1, we are ahead."""
     ours = {(result["dtype"], result.get("batch")): result for result in results if result["system"] == "jaxprorl"}
@@ -166,7 +174,7 @@ def main(argv: Sequence[str]) -> int:
         raise SystemExit(f"--record: no ratio without a peer, {RECORDED} stays as it is; name a peer")
     results = []
     for command in commands:
-        results.append(run(command))
+        results.append(run_unchanged(command))
         print(json.dumps(results[-1]), flush=True)
     found = ratios(results)
     print(table(results), "", *(f"{name}: {value:g}" for name, value in found.items()), sep="\n")

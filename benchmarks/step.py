@@ -3,7 +3,8 @@
 .venv/bin/python benchmarks/step.py [--config.model.dtype=bfloat16 --config.FIELD=VALUE ...]
 
 The loop runs twice: as it is, for the seconds of whole steps, and with log-probs and update waited for, for the seconds of the phases.
-Prints one line of JSON with medians. The same file is the config (`get_config`), so that every field can be overridden.
+Prints one line of JSON with medians. The same file is the config (`get_config`), so that every field can be overridden; the line names
+those that were, in `overrides`, because it is then not the comparison's workload any more (benchmarks/run.py refuses it).
 """
 
 import dataclasses
@@ -32,6 +33,7 @@ from jaxprorl import config as config_module
 from jaxprorl.compilation import no_compilation
 from jaxprorl.errors import UserError
 from jaxprorl.evaluation.summary import peak_memory_bytes
+from jaxprorl.fields import field_value
 from jaxprorl.models.hf import hf_keys
 from jaxprorl.models.hf.config import config_json
 from jaxprorl.models.qwen2 import Qwen2Config, declarations
@@ -40,6 +42,8 @@ from jaxprorl.preemption import Preemption
 from jaxprorl.run_folder import open_run
 from jaxprorl.start import Training, start
 from jaxprorl.train import loop
+
+MADE = ("model.path", "data.source", "runs_dir")  # fields that the benchmark fills in
 
 
 def get_config() -> ConfigDict:
@@ -77,6 +81,15 @@ def model_shape(config: ConfigDict) -> Qwen2Config:
     longest = max(model.max_position_embeddings, config.batch.row_tokens)
     shape = model.to_dict() | {"max_position_embeddings": longest, "head_dim": model.hidden_size // model.num_attention_heads}
     return Qwen2Config(**shape)
+
+
+def overrides(config: ConfigDict, default: ConfigDict) -> dict[str, Any]:
+    """Fields that differ from the default config, but for those that the benchmark fills in and the dtype, which the result has anyway.
+
+    `config` is as `prepare` returns it: what a rule is to choose is still 0.
+    """
+    found = config_module.differences(config.to_dict(), default.to_dict())
+    return {name: value for name, value, _ in found if name not in (*MADE, "model.dtype")}
 
 
 def step_tokens(config: ConfigDict) -> int:
@@ -154,12 +167,8 @@ def prepare(place: Path, argv: list[str]) -> ConfigDict:
     """Model and questions in the folder `place`, and the checked config of a run on them. Changes the current directory."""
     os.chdir(ROOT)  # where grader processes find the reward
     config, default = config_module.load([f"--config={__file__}", *argv]), get_config()
-    for made, own, unnamed in (
-        ("model.path", config.model.path, default.model.path),
-        ("data.source", config.data.source, default.data.source),
-        ("runs_dir", config.runs_dir, default.runs_dir),
-    ):
-        if own != unnamed:
+    for made in MADE:
+        if (own := field_value(config, made)) != field_value(default, made):
             raise UserError(f"{made} = {own!r}: the benchmark makes its own; leave the field out")
     write_model(place / "model", model_shape(config))
     write_questions(place / "questions.jsonl", config.batch.prompts)
@@ -173,6 +182,7 @@ def main(argv: list[str]) -> None:
     """Makes model and questions in a temporary folder, runs, prints."""
     with tempfile.TemporaryDirectory() as folder:
         config = prepare(Path(folder), argv)
+        changed = overrides(config, get_config())
         with Preemption(config.checkpoint.save_within_s) as preemption, ExitStack() as stack:
             training = start(config, open_run(config, stack), stack)
             steps_s, phases_s = measure(training, preemption)
@@ -180,7 +190,7 @@ def main(argv: list[str]) -> None:
             report(
                 "jaxprorl", config.model.dtype, step_tokens(config), steps_s, ("jax", "jaxlib"), phases_s=phases_s,
                 peak_memory_bytes=peak_memory_bytes(), attention=training.setting.compute.attention,
-                micro_batch_rows=training.config.batch.micro_batch_rows, devices=len(jax.devices()),
+                micro_batch_rows=training.config.batch.micro_batch_rows, devices=len(jax.devices()), overrides=changed,
             )  # fmt: skip
 
 

@@ -180,6 +180,16 @@ def test_a_run_that_fails_after_its_result_does_not_count() -> None:
         runner.run([sys.executable, "-c", ""])
 
 
+def test_the_comparison_takes_no_result_of_other_work() -> None:
+    unchanged = result("jaxprorl", 5.0) | {"overrides": {}}
+    assert runner.run_unchanged(printing(unchanged)) == unchanged
+    assert runner.run_unchanged(printing(result("trl", 5.0))) == result("trl", 5.0)
+    changed = unchanged | {"overrides": {"algorithm.kl_coefficient": 0.0}}
+    with pytest.raises(SystemExit, match=r'not the workload, fields are overridden: \{"algorithm\.kl_coefficient": 0\.0\}'):
+        runner.run_unchanged(printing(changed))
+    assert runner.run(printing(changed)) == changed  # scaling.py is made of such runs
+
+
 def test_peers_without_an_interpreter_are_left_out() -> None:
     assert [Path(command[1]).name for command in jobs(PEERS, ["float32"])] == ["step.py"]
     names = [Path(command[1]).name for command in jobs(PEERS | {"tunix": "py", "vllm": "py"}, ["float32", "bfloat16"])]
@@ -280,6 +290,28 @@ def test_variants_are_compared_and_profiled() -> None:
 def test_fields_that_the_benchmark_fills_in_itself_are_refused(field: str, value: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"{field} = '{value}': the benchmark makes its own; leave the field out"):
         step.prepare(tmp_path, [f"--config.{field}={value}"])
+
+
+def test_overrides_are_what_differs_but_for_what_the_benchmark_makes(tmp_path: Path) -> None:
+    default, cwd = step.get_config(), Path.cwd()
+    try:
+        assert step.overrides(step.prepare(tmp_path, ["--config.model.dtype=bfloat16"]), default) == {}
+        fields = ["algorithm.kl_coefficient=0", "workload.model.num_hidden_layers=1", "batch.micro_batch_rows=8", f"seed={default.seed}"]
+        changed = step.overrides(step.prepare(tmp_path, [f"--config.{field}" for field in fields]), default)
+    finally:
+        os.chdir(cwd)
+    assert changed == {"algorithm.kl_coefficient": 0.0, "workload.model.num_hidden_layers": 1, "batch.micro_batch_rows": 8}
+    assert json.loads(json.dumps(changed)) == changed
+
+
+@pytest.mark.slow
+def test_a_result_names_the_fields_that_were_overridden() -> None:
+    small = ["workload.model.num_hidden_layers=1", "batch.prompts=2", "batch.refill_prompts=2", "algorithm.kl_coefficient=0.0"]
+    more = ["rollout.slots=16", "steps=2", "workload.warmup_steps=1"]
+    wanted = {name: json.loads(value) for name, value in (field.split("=") for field in small + more)}
+    assert runner.run([sys.executable, step.__file__, *(f"--config.{field}" for field in small + more)])["overrides"] == wanted
+    generation = [sys.executable, str(Path(step.__file__).with_name("generation.py")), "--batch", "16", f"--config.{small[0]}"]
+    assert runner.run(generation)["overrides"] == {"workload.model.num_hidden_layers": 1}  # not the slots: they are --batch
 
 
 @pytest.mark.slow

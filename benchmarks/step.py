@@ -92,6 +92,13 @@ def overrides(config: ConfigDict, default: ConfigDict) -> dict[str, Any]:
     return {name: value for name, value, _ in found if name not in (*MADE, "model.dtype")}
 
 
+def check_warmup(config: ConfigDict) -> None:
+    """UserError unless steps are left to measure after those of warm-up."""
+    warm, steps = config.workload.warmup_steps, config.steps
+    if not 0 <= warm < steps:
+        raise UserError(f"workload.warmup_steps = {warm}: must be 0 or more and less than steps = {steps}, which counts both")
+
+
 def step_tokens(config: ConfigDict) -> int:
     """Completion tokens of one step."""
     return int(config.batch.prompts * config.rollout.samples_per_prompt * config.rollout.max_response_tokens)
@@ -182,6 +189,7 @@ def main(argv: list[str]) -> None:
     """Makes model and questions in a temporary folder, runs, prints."""
     with tempfile.TemporaryDirectory() as folder:
         config = prepare(Path(folder), argv)
+        check_warmup(config)
         changed = overrides(config, get_config())
         with Preemption(config.checkpoint.save_within_s) as preemption, ExitStack() as stack:
             training = start(config, open_run(config, stack), stack)

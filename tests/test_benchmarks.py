@@ -304,6 +304,15 @@ def test_overrides_are_what_differs_but_for_what_the_benchmark_makes(tmp_path: P
     assert json.loads(json.dumps(changed)) == changed
 
 
+@pytest.mark.parametrize(("steps", "warm"), [(2, 2), (2, 3), (1, 1), (3, -1)])
+def test_steps_must_be_left_after_warm_up(steps: int, warm: int) -> None:
+    config = step.get_config()
+    step.check_warmup(config)
+    config.steps, config.workload.warmup_steps = steps, warm
+    with pytest.raises(UserError, match=rf"workload\.warmup_steps = {warm}: must be 0 or more and less than steps = {steps}"):
+        step.check_warmup(config)
+
+
 @pytest.mark.slow
 def test_a_result_names_the_fields_that_were_overridden() -> None:
     small = ["workload.model.num_hidden_layers=1", "batch.prompts=2", "batch.refill_prompts=2", "algorithm.kl_coefficient=0.0"]
@@ -318,6 +327,7 @@ def test_a_result_names_the_fields_that_were_overridden() -> None:
 @pytest.mark.parametrize(
     ("script", "arguments", "said"),
     [
+        ("step.py", ["--config.steps=2", "--config.workload.warmup_steps=2"], "error: workload.warmup_steps = 2: must be 0 or more"),
         ("step.py", ["--config.runs_dir=r"], "error: runs_dir = 'r': "),
         ("generation.py", ["--config.rollout.slots=0"], "error: rollout.slots = 0: "),
         ("generation.py", ["--batch", "12"], "generation.py: error: --batch 12: must be a multiple of 8"),

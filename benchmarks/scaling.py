@@ -2,8 +2,9 @@
 
 .venv/bin/python benchmarks/scaling.py [--axes batch length vocabulary] [--dtype bfloat16] [--output FOLDER]
 
-Every point is a run of step.py in a process of its own; one that fails (for want of memory, say) is left out and named. Writes
-scaling.json and one SVG per axis into the folder (default: docs/performance).
+Every point is a run of step.py in a process of its own; one that fails (for want of memory, say) is left out and named, and the exit
+status is 1. Writes scaling.json and one SVG per axis into the folder (default: docs/performance); an axis without any point stays as
+it was there, and is named too.
 """
 
 import argparse
@@ -79,18 +80,19 @@ def plot(axis: str, rows: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> int:
     """Runs every point, writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--axes", nargs="+", choices=tuple(POINTS), default=list(POINTS))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "performance")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     folder: Path = arguments.output
     folder.mkdir(parents=True, exist_ok=True)
     file, step = folder / "scaling.json", str(ROOT / "benchmarks/step.py")
     found: dict[str, list[dict[str, Any]]] = json.loads(file.read_text()) if file.is_file() else {}
     measured: dict[tuple[str, ...], Result] = {}
+    failed = []
     for axis in arguments.axes:
         rows = []
         for value, fields in POINTS[axis].items():
@@ -100,14 +102,20 @@ def main() -> None:
                     measured[point] = run([sys.executable, step, f"--config.model.dtype={arguments.dtype}", *point])
             except SystemExit as error:
                 print(f"{axis} {value}: {error}", flush=True)
+                failed.append(f"{axis} {value}")
                 continue
             rows.append({"value": value, "fields": dict(fields), "result": measured[point]})
             print(f"{axis} {value}: {json.dumps(measured[point])}", flush=True)
         if rows:
             found[axis] = rows
             plot(axis, rows).savefig(folder / f"{axis}.svg")
-        file.write_text(json.dumps(found, indent=2) + "\n")
+            file.write_text(json.dumps(found, indent=2) + "\n")
+        elif axis in found:
+            failed.append(f"all of {axis} ({file} and {axis}.svg keep what an earlier run measured)")
+    if failed:
+        print(f"failed: {', '.join(failed)}", flush=True)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

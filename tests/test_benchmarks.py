@@ -253,6 +253,35 @@ def test_every_point_of_the_scaling_curves_is_a_valid_config(axis: str, value: i
     assert rows % chosen.batch.micro_batch_rows == 0 == rows - config.rollout.slots
 
 
+def run_scaling(monkeypatch: pytest.MonkeyPatch, folder: Path, axes: list[str], failing: set[str]) -> int:
+    """`scaling.main` with made-up results; points with one of the overrides `failing` end without."""
+
+    def instead(command: list[str]) -> dict:
+        if failing & set(command):
+            raise SystemExit("status -9, no result")
+        return result("jaxprorl", 5.0) | {"phases_s": {"generation": 1.0, "log_probs": 1.0, "update": 3.0}}
+
+    monkeypatch.setattr(scaling, "run", instead)
+    return scaling.main(["--axes", *axes, "--output", str(folder)])
+
+
+def test_points_that_fail_are_named_and_make_scaling_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert run_scaling(monkeypatch, tmp_path, ["batch", "length"], set()) == 0
+    assert "failed" not in capsys.readouterr().out
+    whole = json.loads((tmp_path / "scaling.json").read_text())
+    assert run_scaling(monkeypatch, tmp_path, ["batch"], {"--config.batch.prompts=64"}) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "failed: batch 512"
+    kept = json.loads((tmp_path / "scaling.json").read_text())
+    assert kept == {"batch": whole["batch"][:-1], "length": whole["length"]}
+    assert run_scaling(monkeypatch, tmp_path, ["length"], {"--config.steps=3"}) == 1  # an override of every point
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("failed: length 128, length 512, length 2048, length 4096, all of length (")
+    assert last.endswith("length.svg keep what an earlier run measured)")
+    assert json.loads((tmp_path / "scaling.json").read_text()) == kept
+
+
 def test_random_groups_of_a_variant_fill_the_workload() -> None:
     config = step.get_config()
     groups, again = (variants.random_groups(config) for _ in range(2))

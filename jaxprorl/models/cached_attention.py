@@ -3,6 +3,8 @@
 Each piece gives a partial result; `merge` joins two. A piece of which a row may read nothing changes none of the row's bits: merging then
 multiplies by exactly 1 and adds exactly 0. So pieces that no row needs can be left out, whatever the other rows need.
 
+That takes finite values in every column, read or not: `readable` sees to it before a column is written.
+
 Layouts [.., K, W] of keys and [.., W, K] of values are those of plain matrix products, in which a step reads the cache once, in order.
 """
 
@@ -44,6 +46,16 @@ def partial_attention(q_BGRK: jax.Array, k_BGKW: jax.Array, v_BGWK: jax.Array, m
     weights = jnp.exp(scores - largest)
     context = jnp.einsum("bgrw,bgwk->bgrk", weights.astype(v_BGWK.dtype), v_BGWK, preferred_element_type=accumulate)
     return Partial(largest, jnp.sum(weights, axis=-1, keepdims=True), context)
+
+
+def readable(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A column's key and value, [..., K], as the cache may hold them.
+
+    A value that overflowed would reach every row that does not read it too, since 0 times NaN is NaN. It is kept as 0 and its key as NaN:
+    whoever reads the column still gets NaN, from the score; for the others that is masked.
+    """
+    sound = jnp.all(jnp.isfinite(v), axis=-1, keepdims=True)
+    return jnp.where(sound, k, jnp.nan), jnp.where(sound, v, 0)
 
 
 def merge(a: Partial, b: Partial) -> Partial:

@@ -23,7 +23,8 @@ EVENTS: dict[str, tuple[str, str]] = {
     "compile": (
         "an executable was built before the loop",
         "name, shapes?, time_s?, memory_bytes? {argument, output, alias (shared by these), temp: the compiler's estimate per device}, "
-        "cache_bytes? {group size: of the embedded engine's cache, all devices together}",
+        "cache_bytes? {group size: of the embedded engine's cache, all devices together}, "
+        "temporary_bytes? {group size: what that engine takes beside cache and weights, the compiler's estimate per device}",
     ),
     "evaluation": ("held-out split graded", "when (before or after), temperature, solve_rate, mean_score, per_task?"),
     "stage": (

@@ -1,7 +1,7 @@
 """What the embedded engine runs on the devices: prompts into the cache, and a number of decode steps of all slots.
 
 Both run on every shard by itself, its rows of everything and the whole model; only the tensor axis is left to the compiler. No step needs
-a collective beyond those of tensor parallelism.
+a collective beyond those of tensor parallelism, within a shard: shards end their steps apart, and none may wait for another.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from ml_collections import ConfigDict
 
 from jaxprorl.models.attention import packed_attention
-from jaxprorl.models.cached_attention import Partial, finish, merge, nothing, partial_attention
+from jaxprorl.models.cached_attention import Partial, finish, merge, nothing, partial_attention, readable
 from jaxprorl.models.qwen2 import Params
 from jaxprorl.rollout.cache import Cache, Layout
 from jaxprorl.rollout.draws import draw, sample_keys, truncate
@@ -74,7 +75,8 @@ def prefill(
     row_P = [entry_P - bank * layout.bank_entries for bank in range(layout.banks)]
     row_P = [jnp.where((row >= 0) & (row < layout.bank_entries), row, layout.bank_entries) for row in row_P]  # the last is dropped
     layers = []
-    for (k_PSGK, v_PSGK), layer in zip(kept, cache["layers"], strict=True):
+    for pair, layer in zip(kept, cache["layers"], strict=True):
+        k_PSGK, v_PSGK = readable(*pair)
         k_PGKS, v_PGSK = jnp.transpose(k_PSGK, (0, 2, 3, 1)), jnp.transpose(v_PSGK, (0, 2, 1, 3))
         banks = []
         for row, bank in zip(row_P, layer["prompt"], strict=True):
@@ -131,6 +133,8 @@ def decode(
         position_B1 = (slots["prompt_tokens"] - 1 + made_B)[:, None]
         hidden_B1D, layers = model.run_layers_apart(weights, model.embed_tokens(slots["token"][:, None]), position_B1, attend, layers)
         logits_BV = jnp.dot(hidden_B1D[:, 0], head_DV, preferred_element_type=jnp.float32) / scale
+        # Whole on each device: to sort a split vocabulary, or to cut it into the blocks of `draw`, would permute it over all shards.
+        logits_BV = jax.lax.with_sharding_constraint(logits_BV, PartitionSpec())
         drawn_from_BV = logits_BV
         if rules.min_tokens:
             drawn_from_BV = jnp.where(is_stop_V & (made_B < rules.min_tokens)[:, None], -jnp.inf, drawn_from_BV)
@@ -205,12 +209,13 @@ def cached_attention(layout: Layout, prompt_tokens: Sequence[jax.Array], slots: 
             )
         response, start = [], 0
         row_B = jnp.arange(q_BGRK.shape[0])
+        new_k_BGK, new_v_BGK = readable(k_B1GK[:, 0], v_B1GK[:, 0])
         for k, v in cache["response"]:
             width = v.shape[2]
             column_B = made_B - start
             column_B = jnp.where((column_B >= 0) & (column_B < width), column_B, width)
-            k = k.at[row_B, :, :, column_B].set(k_B1GK[:, 0], mode="drop")
-            v = v.at[row_B, :, column_B].set(v_B1GK[:, 0], mode="drop")
+            k = k.at[row_B, :, :, column_B].set(new_k_BGK, mode="drop")
+            v = v.at[row_B, :, column_B].set(new_v_BGK, mode="drop")
             mask_BW = start + jnp.arange(width) <= made_B[:, None]
             found = _if_reached(start < reach_N[-1], found, q_BGRK, k, v, mask_BW)
             response.append((k, v))

@@ -58,13 +58,14 @@ class JaxEngine:
         Single samples, which evaluation takes, may also be drawn with top-k and top-p if `config.evaluation` does so.
 
         Returns:
-            `cache_bytes`, by group size.
+            `cache_bytes` and `temporary_bytes`, by group size.
         """
         truncates = exam_sampling(self.config).truncated
         for n in dict.fromkeys(samples):
             layout = make_layout(self.config, n, self.mesh)
             self._executables[n] = self._compile(params, layout, (False, True) if truncates and n == 1 else (False,))
-        return {"cache_bytes": {str(n): self.cache_bytes(n) for n in samples}}
+        sizes = {"cache_bytes": self.cache_bytes, "temporary_bytes": self.temporary_bytes}
+        return {name: {str(n): of(n) for n in samples} for name, of in sizes.items()}
 
     def _compile(self, params: Params, layout: Layout, truncations: Sequence[bool]) -> _Executables:
         c, dtype, mesh = self.model_config, self.config.model.dtype, self.mesh
@@ -119,6 +120,15 @@ class JaxEngine:
     def cache_bytes(self, samples: int) -> int:
         """Memory of the cache while groups of this size are sampled, over all shards; between calls there is none."""
         return cache_bytes(self._executables[samples].layout, self.model_config, self.config.model.dtype)
+
+    def temporary_bytes(self, samples: int) -> int | None:
+        """The most that prefilling or decoding groups of this size takes beside cache and weights.
+
+        The compiler's estimate per device; None where it makes none.
+        """
+        executables = self._executables[samples]
+        made = [each.memory_analysis() for each in (*executables.prefill.values(), *executables.decode.values())]
+        return None if None in made else max(int(each.temp_size_in_bytes) for each in made)
 
     def set_weights(self, params: Params, version: int) -> dict[str, float]:
         """Swaps the policy; the arrays are shared, not copied."""

@@ -47,23 +47,32 @@ class _Shard:
     held: dict[int, int] = field(default_factory=dict)  # prompt_id -> entry
 
     @property
+    def has_room(self) -> bool:
+        """Whether a prompt can come into the cache: in a free entry, or in one that is kept without being read."""
+        return bool(self.free_entries) or not all(self.left.values())
+
+    @property
     def too_many(self) -> int:
         """Samples that wait until another one of this shard has ended."""
         return max(0, len(self.open) - len(self.free_slots))
 
     def take_entry(self, prompt: Prompt) -> int:
-        """The lowest free entry, so that few banks are in use."""
+        """The lowest free entry, so that few banks are in use; without any, the first that is only kept."""
+        if not self.free_entries:
+            self._free(next(entry for entry, left in self.left.items() if not left))
         entry = self.held[prompt.prompt_id] = heapq.heappop(self.free_entries)
         return entry
 
-    def leave(self, running: Running) -> None:
-        """A sample no longer reads its entry, which is free with the last one."""
+    def leave(self, running: Running, keep: bool) -> None:
+        """A sample no longer reads its entry, which is free with the last one, or kept for samples that may still come."""
         self.left[running.entry] -= 1
-        if not self.left[running.entry]:
-            del self.left[running.entry]
-            if self.held.get(running.prompt.prompt_id) == running.entry:  # the same prompt may stand in line twice
-                del self.held[running.prompt.prompt_id]
-            heapq.heappush(self.free_entries, running.entry)
+        if not self.left[running.entry] and not keep:
+            self._free(running.entry)
+
+    def _free(self, entry: int) -> None:
+        del self.left[entry]
+        self.held = {prompt_id: held for prompt_id, held in self.held.items() if held != entry}
+        heapq.heappush(self.free_entries, entry)
 
 
 class Schedule:
@@ -102,7 +111,7 @@ class Schedule:
             started.append(slot)
 
     def _can_open(self, shard: _Shard) -> bool:
-        return bool(self._waiting and shard.free_entries)
+        return bool(self._waiting and shard.has_room)
 
     def _open(self, number: int) -> list[Prefill]:
         """All samples of the next prompt."""
@@ -117,9 +126,7 @@ class Schedule:
         """Of the shards whose last prompt this one holds or has room for, that with the most samples too many."""
         if self._waiting:
             return None
-        donors = [
-            other for other in self._shards if other.too_many and (shard.free_entries or other.open[-1].prompt.prompt_id in shard.held)
-        ]
+        donors = [other for other in self._shards if other.too_many and (shard.has_room or other.open[-1].prompt.prompt_id in shard.held)]
         return max(donors, key=lambda other: other.too_many, default=None)
 
     def _share(self, number: int) -> list[Prefill]:
@@ -131,7 +138,7 @@ class Schedule:
         taken: list[Running] = []
         while len(taken) < most and donor.open[-1].prompt is prompt:
             taken.append(donor.open.pop())
-            donor.leave(taken[-1])
+            donor.leave(taken[-1], keep=False)
         new = prompt.prompt_id not in shard.held
         entry = shard.take_entry(prompt) if new else shard.held[prompt.prompt_id]
         shard.left[entry] = shard.left.get(entry, 0) + len(taken)
@@ -144,7 +151,8 @@ class Schedule:
         number, row = divmod(slot, self.layout.slots)
         shard = self._shards[number]
         heapq.heappush(shard.free_slots, row)
-        shard.leave(running)
+        waits = any(other.prompt is running.prompt for each in self._shards if each is not shard for other in each.open)
+        shard.leave(running, keep=waits)
         return running
 
     def reach(self, steps: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxprorl.models.attention import attend
-from jaxprorl.models.cached_attention import Partial, finish, merge, nothing, partial_attention
+from jaxprorl.models.cached_attention import Partial, finish, merge, nothing, partial_attention, readable
 
 ROWS, GROUPS, QUERIES, WIDTH, COLUMNS = 3, 2, 2, 8, 11
 
@@ -78,3 +78,21 @@ def test_the_result_has_the_asked_dtype_and_sums_in_float32() -> None:
     assert {x.dtype for x in part} == {jnp.dtype("float32")}
     assert finish(part, jnp.bfloat16).dtype == jnp.bfloat16
     assert jax.eval_shape(nothing, jnp.zeros((1, 1, 1, 4), "bfloat16")).context.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_value_that_is_not_finite_reaches_only_those_who_read_its_column(bad: float) -> None:
+    q, k, v, _ = arrays()
+    v[:, 0, 3, 1] = bad
+    kept_k, kept_v = readable(np.swapaxes(k, 2, 3), v)
+    reads, skips = np.arange(COLUMNS) <= 5, np.arange(COLUMNS) != 3
+    mask = np.stack([reads, skips, skips])
+    found = np.array(finish(partial_attention(q, jnp.swapaxes(kept_k, 2, 3), kept_v, mask), jnp.float32))
+    assert np.isnan(found[0, 0]).all() and np.isfinite(found[0, 1]).all() and np.isfinite(found[1:]).all()
+    v[:, 0, 3, 1] = 0.5  # whatever else stood there
+    expected = finish(partial_attention(q, k, v, mask), jnp.float32)
+    np.testing.assert_array_equal(found[1:], expected[1:])
+    np.testing.assert_array_equal(found[0, 1], expected[0, 1])
+    kept_k, kept_v = readable(np.swapaxes(k, 2, 3), v)
+    np.testing.assert_array_equal(kept_v, v)
+    np.testing.assert_array_equal(np.swapaxes(kept_k, 2, 3), k)

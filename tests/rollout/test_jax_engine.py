@@ -363,6 +363,9 @@ def test_the_caches_memory_is_known_and_free_between_calls(engine: JaxEngine) ->
     stream = engine.generate(prompts(2), SAMPLING)
     cache = sum(x.nbytes for x in jax.tree.leaves(engine._executables[4].empty()[0]["layers"]))
     assert engine.cache_bytes(4) == cache
+    made = engine._executables[4]
+    held = [made.decode[False].memory_analysis(), *(each.memory_analysis() for each in made.prefill.values())]
+    assert engine.temporary_bytes(4) == max(each.temp_size_in_bytes for each in held) > 0
     assert sum(x.nbytes for x in jax.live_arrays()) - before > cache
     list(stream)
     del stream
@@ -387,6 +390,27 @@ def test_weights_that_overflow_leave_nothing_behind(engine: JaxEngine) -> None:
     engine.set_weights(placed(random_params(MODEL)), 2)
     after = generate(engine, prompts())
     assert tokens(after) == tokens(before)
+
+
+def test_samples_that_overflow_do_not_reach_those_that_follow_in_their_slot(engine: JaxEngine) -> None:
+    """Tokens 5 to 24 have a value beyond float32, which lies in the slot's columns, or the prompt's, when the next sample comes."""
+    params = random_params(MODEL)
+    params["embed"][:, 0], params["embed"][5:25] = 0, 0
+    params["embed"][5:25, 0], params["attention_norm"][0, 0], params["v_kernel"][0, 0] = 1, 5, 3e38
+    params["q_bias"][:], params["k_bias"][:] = 0, 0
+    engine.set_weights(placed(params), 1)
+    line = [make_prompt(i, [25 + i, 30] if i % 5 else [7] * 8) for i in range(1, 25)]
+    together, overflowed = generate(engine, line), 0
+    for completion in together.values():
+        fed = [*line[completion.prompt_id - 1].token_ids, *completion.token_ids[:-1]]
+        own = any(5 <= token < 25 for token in fed)
+        assert np.isfinite(completion.logprobs).all() == (not own), completion
+        overflowed += own
+    assert 0.2 < overflowed / len(together) < 0.9
+    for prompt in line:
+        for key, completion in generate(engine, [prompt]).items():
+            np.testing.assert_array_equal(completion.token_ids, together[key].token_ids)
+            np.testing.assert_array_equal(completion.logprobs, together[key].logprobs)
 
 
 def test_a_limit_beyond_the_cache_is_the_configs(engine: JaxEngine) -> None:

@@ -1,3 +1,4 @@
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -23,6 +24,7 @@ def run(sizes: Layout, prompts: int, length: Callable[[int, int], int], chunk: i
     schedule = Schedule(sizes, [make_prompt(i, [1] * (1 + i % 8)) for i in range(prompts)], length)
     ended, used, spent = [], 0, 0
     held: dict[tuple[int, int], int] = {}  # (shard, entry) -> prompt in the cache
+    filled: Counter[tuple[int, int]] = Counter()  # (shard, prompt) -> prefills
     while schedule.unfinished:
         prefills, started = schedule.admit()
         for prefill in prefills:
@@ -31,6 +33,7 @@ def run(sizes: Layout, prompts: int, length: Callable[[int, int], int], chunk: i
                 for slot, running in schedule.running.items()
             ), "an entry is overwritten while a sample still reads it"
             held[prefill.shard, prefill.entry] = prefill.prompt.prompt_id
+            filled[prefill.shard, prefill.prompt.prompt_id] += 1
         assert len(started) == len(set(started))
         assert schedule.running and max(schedule.running) < sizes.shards * sizes.slots
         for slot, running in schedule.running.items():
@@ -54,6 +57,7 @@ def run(sizes: Layout, prompts: int, length: Callable[[int, int], int], chunk: i
             if running.made == running.limit:
                 schedule.end(slot)
                 ended.append((running.prompt.prompt_id, running.sample))
+    assert max(filled.values()) == 1 or sizes.entries < prompts, "a prompt is prefilled twice though there was room to keep it"
     return ended, used / spent
 
 
@@ -141,6 +145,32 @@ def test_the_last_samples_go_where_slots_are_free_and_their_prompt_is_prefilled_
         rest.append((running.prompt.prompt_id, running.sample))
         schedule.admit()
     assert sorted(rest) == [(0, 3), (0, 6), *((1, n) for n in range(7))]
+
+
+def test_a_prompt_whose_samples_wait_elsewhere_stays_in_the_cache_between_two_of_them() -> None:
+    schedule = Schedule(layout(shards=2, slots=1, samples=16), [make_prompt(7)], lambda *_: 5)
+    filled = []
+    while schedule.unfinished:
+        prefills, _ = schedule.admit()
+        filled += [prefill.shard for prefill in prefills]
+        for slot in list(schedule.running):
+            schedule.end(slot)
+    assert filled == [0, 1]
+
+
+def test_a_prompt_that_is_only_kept_makes_room_for_another_ones_samples() -> None:
+    schedule = Schedule(Layout(3, 1, 3, 1, 1, (8,), (16,)), [make_prompt(i) for i in range(3)], lambda *_: 5)  # one slot, one entry each
+    schedule.admit()
+
+    def next_in_shard_1() -> list[tuple[int, int, int]]:
+        schedule.end(1)
+        return [(prefill.prompt.prompt_id, prefill.shard, prefill.entry) for prefill in schedule.admit()[0]]
+
+    assert [next_in_shard_1() for _ in range(3)] == [[], [], [(0, 1, 0)]]  # prompt 1 is done; a sample of prompt 0 comes from shard 0
+    assert next_in_shard_1() == [(2, 1, 0)]  # another one waits there still, but more of prompt 2 do in shard 2
+    while schedule.unfinished:
+        schedule.end(max(schedule.running))
+        schedule.admit()
 
 
 def test_a_prompt_may_stand_in_line_twice() -> None:

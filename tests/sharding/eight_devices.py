@@ -26,8 +26,9 @@ from jaxprorl.models.qwen2 import build, init_params
 from jaxprorl.resets.optimizer import reset
 from jaxprorl.rollout.engine import Sampling
 from jaxprorl.rollout.jax_engine import JaxEngine
+from jaxprorl.sharding.collectives import read_collectives
 from jaxprorl.sharding.mesh import make_mesh, moment_shardings, param_shardings, replicated
-from jaxprorl.sharding.strategies import FSDP, STRATEGIES, WHOLE, Strategy
+from jaxprorl.sharding.strategies import AXES, BATCH_AXES, FSDP, STRATEGIES, WHOLE, Strategy
 from jaxprorl.state import RunState, TrainState, state_shardings
 
 # Eight key-value heads, so that they split over a tensor axis; more query heads than that.
@@ -133,20 +134,41 @@ def sample(name: str) -> dict[str, np.ndarray]:
     strategy, sizes, _, model, count = CASES[name]
     config, mesh = config_of(strategy), make_mesh(strategy, jax.devices()[:count], sizes)
     weights = [jax.device_put(random_params(model, seed), param_shardings(model, mesh, strategy)) for seed in (0, 1)]
+    config.evaluation.temperature, config.evaluation.top_k = 0.7, 5
     engine, found = JaxEngine(config, model, mesh, (9,)), {}
-    engine.compile(weights[0], [4])
+    engine.compile(weights[0], [4, 1] if name == "fsdp_tp" else [4])
+    wait_for_nobody_else(engine)
     for version, params in enumerate(weights):
         held = sum(array.nbytes for array in jax.live_arrays())
         engine.set_weights(params, version)
         assert sum(array.nbytes for array in jax.live_arrays()) <= held, name  # shared: a swap makes no array
+        # One prompt's samples lie in one shard, the others have nothing to do: whoever waits for them waits for ever.
+        lone = engine.generate([make_prompt(5, range(1, 7))], Sampling(samples=4, temperature=1.0, seed=3, step=5))
+        apart = {c.sample: c for c in lone}
         prompts = [make_prompt(i, range(1, 2 + i)) for i in range(6)]
         for c in engine.generate(prompts, Sampling(samples=4, temperature=1.0, seed=3, step=5)):
             assert c.version_spans == ((version, 0, len(c.token_ids)),)
             place = f"{version}.{c.prompt_id}.{c.sample}"
+            if c.prompt_id == 5:
+                np.testing.assert_array_equal(c.token_ids, apart[c.sample].token_ids)
             found |= {f"tokens.{place}": c.token_ids, f"logprobs.{place}": c.logprobs}
         for array, before in zip(jax.tree.leaves(params), jax.tree.leaves(random_params(model, version)), strict=True):
             np.testing.assert_array_equal(array, before)  # nor is one taken over
     return found
+
+
+def wait_for_nobody_else(engine: JaxEngine) -> None:
+    """Shards end their decode steps apart: no collective of these may reach beyond one, as a permutation does for XLA on CPUs."""
+    sizes = engine.mesh.shape
+    devices = np.arange(engine.mesh.size).reshape([sizes[axis] for axis in AXES])
+    devices = np.moveaxis(devices, [AXES.index(axis) for axis in BATCH_AXES], [0, 1]).reshape(sizes["data"] * sizes["fsdp"], -1)
+    shard_of = {int(device): shard for shard, row in enumerate(devices) for device in row}
+    for executables in engine._executables.values():
+        for executable in executables.decode.values():
+            for collective in read_collectives(executable.as_text(), unknown_trips=1):
+                apart = all(len({shard_of[device] for device in group}) == 1 for group in collective.groups)
+                inside = any("while" in loop.op_name for loop in collective.loops)
+                assert not inside or (apart and collective.kind in ("all-reduce", "all-gather", "reduce-scatter")), collective
 
 
 def main(folder: Path) -> None:

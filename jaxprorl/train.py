@@ -168,7 +168,7 @@ def begin_stage(training: Training) -> None:
     before, setting = training.setting, training.settings[run.stage + 1]
     stage = setting.stage
     assert ending and stage
-    left = surplus.carried_over(training.surplus, before.config, setting.config, setting.prompts, run.policy_version)
+    left = surplus.usable(training.surplus, setting.config, setting.prompts, run.policy_version, before.config.rollout.temperature)
     dropped = [group for group in training.surplus if all(group is not kept for kept in left)]
     told = {"number": run.stage + 2, "name": stage.name, "changes": dict(stage.changes), "reason": ending.reason}
     told["micro_batch_rows"] = setting.config.batch.micro_batch_rows
@@ -251,7 +251,10 @@ def record(training: Training, done: Step | None, state: TrainState, run: RunSta
     if due:  # one that a signal or the clock asked for is no event: the log of the uninterrupted run has none there
         training.recorder.event(done.number, "checkpoint", checkpoint_step=run.step)
     if due or leaving or alarms:
-        host = Host(run, training.recorder.offsets(), training.identity, surplus.encode(left), watching.to_json(training.watch))
+        temperature = float(training.config.rollout.temperature)
+        host = Host(
+            run, training.recorder.offsets(), training.identity, surplus.encode(left), watching.to_json(training.watch), temperature
+        )
         training.checkpoints.save(state, host, done.validation.get("validation.solve_rate"), reset_boundary)
     if alarms:
         end(training, done.number, alarms[0])

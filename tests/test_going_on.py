@@ -146,6 +146,19 @@ def test_other_sizes_are_told_by_a_warning_and_the_event(place: Path) -> None:
     assert sizes == [(2, 8), (1, 16)]
 
 
+def test_groups_that_wait_are_dropped_with_a_warning_when_another_temperature_is_accepted(home: Path, tmp_path: Path) -> None:
+    (tmp_path / ".cache").symlink_to((home / ".cache").resolve())
+    tiny_run.train(tmp_path, "rollout.max_staleness=1", "steps=1")
+    host = read_host(tmp_path / "runs/tiny/checkpoints", 1)
+    assert host.surplus and host.surplus_temperature == 1.2
+    other = ("rollout.temperature=0.6", "checkpoint.accept=rollout.temperature")
+    ended = tiny_run.train(tmp_path, "rollout.max_staleness=1", "steps=2", *other)
+    assert (
+        f"WARNING: {len(host.surplus)} surplus groups do not fit the changed config, data, tokenizer or reward; discarded" in ended.stdout
+    )
+    assert tiny_run.timeless_metrics(tmp_path / "runs/tiny")[1]["groups.carried"] == 0
+
+
 def test_other_data_under_the_same_name_and_another_reward_are_refused(home: Path, tmp_path: Path) -> None:
     (tmp_path / ".cache").symlink_to((home / ".cache").resolve())
     rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b), "task": "sums"} for a in range(10) for b in range(10)]

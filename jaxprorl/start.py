@@ -31,6 +31,7 @@ from jaxprorl.models import hf
 from jaxprorl.models.compute import choose_compute
 from jaxprorl.models.qwen2 import Params, Qwen2Config, declarations, parameter_count
 from jaxprorl.monitoring import events
+from jaxprorl.monitoring.profile import missed_steps
 from jaxprorl.monitoring.progress import Progress
 from jaxprorl.monitoring.recorder import NO_LINES, Recorder
 from jaxprorl.recipe import longest, never_reached, stage_configs
@@ -177,6 +178,8 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         told = {"checkpoint_step": run.step, "metrics_offset": offsets["metrics"], "events_offset": offsets["events"]}
         recorder.event(run.step, "resume", **told, **sizes_of(training))
         progress.note(f"{folder.path}: going on from the checkpoint of step {run.step}")
+        for missed in missed_steps(config, folder, run.step):
+            progress.note(f"WARNING: profile_steps: step {missed} is done already and leaves no trace; the next one is {run.step}")
     else:
         record_start(training, cached)
     training.before = evaluate_before(training, warm_start_s)

@@ -130,9 +130,13 @@ def test_another_tokenizer_is_refused_and_can_be_accepted(place: Path) -> None:
 
 def test_another_strategy_is_refused_and_can_be_accepted(place: Path) -> None:
     assert "--config.checkpoint.accept=mesh.strategy" in refused(place, "mesh.strategy=zero1")
-    ended = tiny_run.train(place, f"steps={STEPS + 1}", "mesh.strategy=zero1", "checkpoint.accept=mesh.strategy")
+    named = "profile_steps=(1,4)"  # one of them is done already
+    ended = tiny_run.train(place, f"steps={STEPS + 1}", "mesh.strategy=zero1", "checkpoint.accept=mesh.strategy", named)
     assert "going on from the checkpoint of step 4" in ended.stdout
     assert "sums are in another order" not in ended.stdout
+    assert "WARNING: profile_steps: step 1 is done already and leaves no trace; the next one is 4" in ended.stdout
+    assert "step 4 is done already" not in ended.stdout
+    assert [path.name for path in (place / "runs/tiny/profiles").iterdir()] == ["step_000004"]
     assert [line["step"] for line in tiny_run.lines(place / "runs/tiny/metrics.jsonl")] == list(range(STEPS + 1))
 
 

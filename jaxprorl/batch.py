@@ -1,6 +1,6 @@
 """From a rollout batch to the arrays of the training step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -93,8 +93,20 @@ def host_batch(config: ConfigDict, groups: Sequence[Group], shared: bool) -> dic
 
 def device_batch(config: ConfigDict, groups: Sequence[Group], mesh: Mesh, shared: bool) -> Batch:
     """The batch on the devices."""
-    shapes = batch_shapes(config, mesh, shared)
-    return jax.device_put(host_batch(config, groups, shared), {name: shape.sharding for name, shape in shapes.items()})
+    return placed(config, host_batch(config, groups, shared), mesh, shared)
+
+
+def placed(config: ConfigDict, arrays: Mapping[str, np.ndarray], mesh: Mesh, shared: bool) -> Batch:
+    """What `host_batch` made, on the devices."""
+    return jax.device_put(dict(arrays), {name: shape.sharding for name, shape in batch_shapes(config, mesh, shared).items()})
+
+
+def packing_metrics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """How full the rows are that `host_batch` made, by the names of `monitoring.metrics`; nothing of a batch without tokens."""
+    _, _, rows, row_tokens = arrays["segment_ids"].shape
+    positions = int(arrays["micro_batches"].sum()) * rows * row_tokens  # what updates compute: rows are filled up to whole micro-batches
+    held = int(np.count_nonzero(arrays["segment_ids"]))
+    return {"tokens.padding_share": 1.0 - held / positions} if positions else {}
 
 
 def batch_advantages(config: ConfigDict, groups: Sequence[Group], step: int, kl_sum_PN: jax.Array) -> np.ndarray:

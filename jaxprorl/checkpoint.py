@@ -36,6 +36,7 @@ class Host:
         identity: digests of what the run's numbers depend on beside the config: data, tokenizer, reward.
         surplus: groups that the next step trains on first, as `rollout.surplus.encode` makes them.
         watch: what reset triggers and alarms remember, and the reset that comes next, as `watch.to_json` makes it.
+        surplus_temperature: at which `surplus` was sampled; None = the checkpoint does not tell, as older ones do not.
     """
 
     run: RunState
@@ -43,6 +44,7 @@ class Host:
     identity: Mapping[str, str]
     surplus: Sequence[Mapping[str, Any]] = ()
     watch: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    surplus_temperature: float | None = None
 
 
 class Checkpoints:
@@ -183,7 +185,8 @@ def read_host(folder: Path, step: int) -> Host:
     try:
         # Written by Orbax's JSON handler; read directly, so that looking at checkpoints does not take JAX.
         content = json.loads((commit.step_folder(folder, step) / "host" / "metadata").read_text(encoding="utf-8"))
-        return Host(RunState(**content["run"]), content["offsets"], content["identity"], content["surplus"], content["watch"])
+        run, temperature = RunState(**content["run"]), content.get("surplus_temperature")
+        return Host(run, content["offsets"], content["identity"], content["surplus"], content["watch"], temperature)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"checkpoint step {step} in {folder} cannot be read: {error}") from error
 

@@ -5,7 +5,7 @@ import importlib.metadata
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxprorl import watch as watching
-from jaxprorl.checkpoint import Checkpoints, newest_sound_step, read_host, require_space, restore_params, restore_state
+from jaxprorl.checkpoint import Checkpoints, Host, newest_sound_step, read_host, require_space, restore_params, restore_state
 from jaxprorl.compilation import use_compilation_cache
 from jaxprorl.data.domains import choose
 from jaxprorl.data.prompts import check_chat_template
@@ -31,6 +31,7 @@ from jaxprorl.models import hf
 from jaxprorl.models.compute import choose_compute
 from jaxprorl.models.qwen2 import Params, Qwen2Config, declarations, parameter_count
 from jaxprorl.monitoring import events
+from jaxprorl.monitoring.profile import missed_steps
 from jaxprorl.monitoring.progress import Progress
 from jaxprorl.monitoring.recorder import NO_LINES, Recorder
 from jaxprorl.recipe import longest, never_reached, stage_configs
@@ -44,7 +45,7 @@ from jaxprorl.setting import Setting, make_settings
 from jaxprorl.sharding.mesh import make_mesh, set_cpu_devices
 from jaxprorl.sizes import with_cpu_devices, with_micro_batch_rows
 from jaxprorl.state import RunState, TrainState, abstract_state, start_state, state_shardings
-from jaxprorl.types import Group
+from jaxprorl.types import Group, Prompt
 from jaxprorl.warmstart import fit
 
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "reasoning_gym", "tokenizers")
@@ -142,9 +143,10 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         check_identity(config, host.identity, identity)
         state, run, offsets = restore_state(folder.checkpoints, step, abstract), host.run, host.offsets
         check_stage(config, run)
-        left = surplus.usable(surplus.decode(host.surplus, splits.train), configs[run.stage], run.policy_version)
+        left = restored_surplus(host, identity, configs[run.stage], splits.train)
         if len(left) < len(host.surplus):
-            progress.note(f"WARNING: {len(host.surplus) - len(left)} surplus groups do not fit the changed config or data; discarded")
+            changed = "config, data, tokenizer or reward"
+            progress.note(f"WARNING: {len(host.surplus) - len(left)} surplus groups do not fit the changed {changed}; discarded")
         watch = watching.from_json(host.watch)
         checkpoints.forget_after(step)  # only damaged ones are later
     else:
@@ -176,6 +178,8 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
         told = {"checkpoint_step": run.step, "metrics_offset": offsets["metrics"], "events_offset": offsets["events"]}
         recorder.event(run.step, "resume", **told, **sizes_of(training))
         progress.note(f"{folder.path}: going on from the checkpoint of step {run.step}")
+        for missed in missed_steps(config, folder, run.step):
+            progress.note(f"WARNING: profile_steps: step {missed} is done already and leaves no trace; the next one is {run.step}")
     else:
         record_start(training, cached)
     training.before = evaluate_before(training, warm_start_s)
@@ -244,6 +248,17 @@ def check_identity(config: ConfigDict, stored: Mapping[str, str], now: Mapping[s
             f"the checkpoint was made with other {' and '.join(changed)} ({details}). Go back to what it was, or say "
             f"--config.checkpoint.accept={','.join(changed)} to go on all the same"
         )
+
+
+def restored_surplus(host: Host, identity: Mapping[str, str], config: ConfigDict, train: Sequence[Prompt]) -> list[Group]:
+    """Groups of a checkpoint that the steps to come may train on; see `surplus.usable`.
+
+    None are left where other data, another tokenizer or another reward was accepted: prompts, ids and scores would mean other things.
+    """
+    if host.identity != identity:
+        return []
+    groups, prompts = surplus.decode(host.surplus, train), choose(train, config.data.mix)
+    return surplus.usable(groups, config, prompts, host.run.policy_version, host.surplus_temperature)
 
 
 def read_start_params(base: Path, model_config: Qwen2Config, shardings: dict[str, Any]) -> Params:

@@ -14,7 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxprorl import watch as watching
-from jaxprorl.batch import batch_advantages, device_batch
+from jaxprorl.batch import batch_advantages, host_batch, packing_metrics, placed
 from jaxprorl.budget import is_over, spent
 from jaxprorl.checkpoint import Host, read_host
 from jaxprorl.commit import committed_steps
@@ -52,6 +52,7 @@ class Step:
     number: int
     batch: RolloutBatch
     advantage_PN: np.ndarray
+    packing: dict[str, float]
     metrics: Metrics
     validation: dict[str, float]
     dispatched_s: float
@@ -126,7 +127,9 @@ def run_stage(training: Training, preemption: Preemption) -> None:
         batch = rollout.finish()
         check_graders(training, step, batch)
         dispatched_s = time.perf_counter()
-        arrays = device_batch(config, batch.trained, training.mesh, setting.compute.shared_prompts)
+        shared = setting.compute.shared_prompts
+        packed = host_batch(config, batch.trained, shared)
+        arrays = placed(config, packed, training.mesh, shared)
         fixed, kl_sum_PN = setting.compiled.log_probs(state, arrays)
         advantage_PN = batch_advantages(config, batch.trained, step, kl_sum_PN)
         state, metrics = setting.compiled.train_step(state, arrays, fixed, advantage_PN)
@@ -135,7 +138,7 @@ def run_stage(training: Training, preemption: Preemption) -> None:
 
         recorder.rollout(step, batch, advantage_PN, training.tokenizer)
         recorder.event(step, "swap", policy_version=run.policy_version, **swap)
-        done = Step(step, batch, advantage_PN, metrics, validate_policy(training, step), dispatched_s)
+        done = Step(step, batch, advantage_PN, packing_metrics(packed), metrics, validate_policy(training, step), dispatched_s)
         run = replace(run, validation_tokens=run.validation_tokens + int(done.validation.get("validation.completion_tokens", 0)))
         if tracing:
             stop_trace(state)
@@ -168,7 +171,7 @@ def begin_stage(training: Training) -> None:
     before, setting = training.setting, training.settings[run.stage + 1]
     stage = setting.stage
     assert ending and stage
-    left = surplus.carried_over(training.surplus, before.config, setting.config, setting.prompts, run.policy_version)
+    left = surplus.usable(training.surplus, setting.config, setting.prompts, run.policy_version, before.config.rollout.temperature)
     dropped = [group for group in training.surplus if all(group is not kept for kept in left)]
     told = {"number": run.stage + 2, "name": stage.name, "changes": dict(stage.changes), "reason": ending.reason}
     told["micro_batch_rows"] = setting.config.batch.micro_batch_rows
@@ -224,7 +227,7 @@ def record(training: Training, done: Step | None, state: TrainState, run: RunSta
         return run
     update = host_metrics(done.metrics)
     now_s = time.perf_counter()
-    values = rollout_metrics(done.batch, done.advantage_PN, run.policy_version - 1) | update | done.validation
+    values = rollout_metrics(done.batch, done.advantage_PN, run.policy_version - 1) | done.packing | update | done.validation
     values |= {
         "groups.cap_steps": run.cap_steps,
         "policy.version": run.policy_version - 1,
@@ -251,7 +254,10 @@ def record(training: Training, done: Step | None, state: TrainState, run: RunSta
     if due:  # one that a signal or the clock asked for is no event: the log of the uninterrupted run has none there
         training.recorder.event(done.number, "checkpoint", checkpoint_step=run.step)
     if due or leaving or alarms:
-        host = Host(run, training.recorder.offsets(), training.identity, surplus.encode(left), watching.to_json(training.watch))
+        temperature = float(training.config.rollout.temperature)
+        host = Host(
+            run, training.recorder.offsets(), training.identity, surplus.encode(left), watching.to_json(training.watch), temperature
+        )
         training.checkpoints.save(state, host, done.validation.get("validation.solve_rate"), reset_boundary)
     if alarms:
         end(training, done.number, alarms[0])

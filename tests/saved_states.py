@@ -16,7 +16,7 @@ from jaxprorl.state import RunState, TrainState, abstract_state, start_state, st
 
 CONFIG = tiny_config(checkpoint__keep=2, checkpoint__keep_best=0)
 RUN = RunState(step=3, prompts_consumed=17, policy_version=3, resets=1, reference_step=2, completion_tokens=99, rl_s=1.5, rollout_s=0.7)
-HOST = Host(RUN, {"metrics": 12, "events": 34}, {"data": "d", "tokenizer": "t", "reward": "r"}, [{"prompt_id": 7}])
+HOST = Host(RUN, {"metrics": 12, "events": 34}, {"data": "d", "tokenizer": "t", "reward": "r"}, [{"prompt_id": 7}], surplus_temperature=1.2)
 
 
 def new_state(model: Qwen2Config, mesh: Mesh, strategy: str = "dp", **changes: str) -> TrainState:

@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 from factories import make_group, make_prompt, random_groups, tiny_config
+from ml_collections import ConfigDict
 
-from jaxprorl.batch import batch_advantages, batch_shapes, device_batch, host_batch, micro_batches_per_update
+from jaxprorl.batch import batch_advantages, batch_shapes, device_batch, host_batch, micro_batches_per_update, packing_metrics
 from jaxprorl.rollout.groups import shaped
 from jaxprorl.sharding.mesh import make_mesh
 from jaxprorl.types import Group
@@ -205,19 +206,53 @@ def test_samples_of_a_group_share_their_prompt() -> None:
     assert ((arrays["segment_ids"] > 0).sum(), (apart["segment_ids"] > 0).sum()) == (14 + 5 + 11, 8 * 5)
 
 
+def test_the_padding_of_a_step_counts_rows_that_fill_up_a_micro_batch_but_no_unused_micro_batch() -> None:
+    config = tiny_config(rollout__samples_per_prompt=2)
+    config.batch.update(prompts=3, updates=2, row_tokens=20, micro_batch_rows=2)
+    groups = [make_group(make_prompt(i, [1] * 8), [[2] * 12] * 2, [0.0, 1.0]) for i in range(3)]
+    # Samples fill their rows. Two groups are four rows, one is two; each of these is one micro-batch of two rows, or two.
+    assert packing_metrics(host_batch(config, groups, shared=False)) == {"tokens.padding_share": 0.0}
+    short = [*groups[:2], make_group(groups[2].prompt, [[2] * 2, [2] * 5], [0.0, 1.0])]  # 10 + 13 tokens, each in a row of its own
+    assert packing_metrics(host_batch(config, short, shared=False))["tokens.padding_share"] == pytest.approx(1 - (80 + 23) / 120)
+    config.batch.micro_batch_rows = 4
+    assert packing_metrics(host_batch(config, short, shared=False))["tokens.padding_share"] == pytest.approx(1 - (80 + 23) / 160)
+    assert packing_metrics(host_batch(config, short[:2], shared=False))["tokens.padding_share"] == pytest.approx(1 - 80 / 160)
+    assert packing_metrics(host_batch(config, [], shared=False)) == {}
+
+
+def skewed(prompts: int, samples: int, updates: int, rows: int, seed: int = 0) -> tuple[ConfigDict, list[Group], np.ndarray]:
+    """A config, groups, and their lengths_PN: lognormal, cut at ten times the median, here 20 tokens."""
+    changes = {"max_prompt_tokens": 8, "max_response_tokens": 200, "samples_per_prompt": samples}
+    config = tiny_config(**{f"rollout__{name}": value for name, value in changes.items()})
+    config.batch.update(prompts=prompts, updates=updates, row_tokens=208, micro_batch_rows=rows)
+    random = np.random.RandomState(seed)
+    lengths_PN = np.clip(np.round(20 * np.exp(0.9 * random.standard_normal((prompts, samples)))), 1, 200).astype(int)
+    rewards = [0.0, 1.0] * (samples // 2)
+    groups = [make_group(make_prompt(i, [1] * 8), [[2] * size for size in sizes], rewards) for i, sizes in enumerate(lengths_PN)]
+    return config, groups, lengths_PN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_share_of_padding_falls_with_larger_mini_batches_and_smaller_micro_batches(shared: bool) -> None:
+    """The table of docs/performance.md, in its order."""
+
+    def share(prompts: int, samples: int, updates: int, rows: int) -> float:
+        """In percent, the mean of eight draws."""
+        made = [skewed(prompts, samples, updates, rows, seed)[:2] for seed in range(8)]
+        return 100 * float(np.mean([packing_metrics(host_batch(*each, shared))["tokens.padding_share"] for each in made]))
+
+    cases = [(64, 16, 1, 16), (64, 16, 1, 4), (64, 16, 4, 16), (64, 16, 4, 4), (16, 8, 1, 16), (16, 8, 1, 4), (16, 8, 1, 1)]
+    expected = [6.1, 2.1, 19.0, 5.4, 36.0, 12.7, 4.1] if shared else [4.8, 1.4, 9.1, 4.5, 26.1, 6.9, 2.9]
+    assert [round(share(*case), 1) for case in cases] == expected
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_skewed_lengths_are_packed_with_little_padding(shared: bool) -> None:
-    # A mini-batch of ProRL: 64 prompts of 16 samples; lognormal lengths, cut at ten times the median, here 20 tokens.
-    changes = {"max_prompt_tokens": 8, "max_response_tokens": 200, "samples_per_prompt": 16}
-    config = tiny_config(**{f"rollout__{name}": value for name, value in changes.items()})
-    config.batch.update(prompts=64, updates=1, row_tokens=208, micro_batch_rows=16)
-    random = np.random.RandomState(0)
-    lengths_PN = np.clip(np.round(20 * np.exp(0.9 * random.standard_normal((64, 16)))), 1, 200).astype(int)
+    config, groups, lengths_PN = skewed(64, 16, updates=1, rows=16)  # a mini-batch of ProRL
     assert lengths_PN.max() == 200
-    groups = [make_group(make_prompt(i, [1] * 8), [[2] * size for size in sizes], [0.0, 1.0] * 8) for i, sizes in enumerate(lengths_PN)]
     arrays = host_batch(config, groups, shared)
-    computed = int(arrays["micro_batches"].sum()) * 16 * 208
-    padding = 1 - (arrays["segment_ids"] > 0).sum() / computed
+    padding = packing_metrics(arrays)["tokens.padding_share"]
     print(f"padding: {padding:.3f}")
     real = (arrays["segment_ids"] > 0).sum()
     if shared:  # a sample brings one token of its prompt, and each row the other seven of a prompt or more

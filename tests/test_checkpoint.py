@@ -1,4 +1,6 @@
 import dataclasses
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -58,6 +60,15 @@ def test_what_was_saved_comes_back_to_the_bit_with_the_optimizer_state(saved: Pa
     assert read_host(saved, 3) == HOST
     assert all(x.sharding == y.sharding for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True))
     assert commit.damage(saved, 3) is None
+
+
+def test_an_older_checkpoint_does_not_tell_at_which_temperature_surplus_was_sampled(saved: Path, folder: Path) -> None:
+    shutil.copytree(saved, folder)
+    path = commit.step_folder(folder, 3) / "host" / "metadata"
+    content = json.loads(path.read_text())
+    del content["surplus_temperature"]
+    path.write_text(json.dumps(content))
+    assert read_host(folder, 3) == dataclasses.replace(HOST, surplus_temperature=None)
 
 
 def test_the_policy_alone_can_be_restored(saved: Path, state: TrainState, mesh: Mesh) -> None:

@@ -130,9 +130,13 @@ def test_another_tokenizer_is_refused_and_can_be_accepted(place: Path) -> None:
 
 def test_another_strategy_is_refused_and_can_be_accepted(place: Path) -> None:
     assert "--config.checkpoint.accept=mesh.strategy" in refused(place, "mesh.strategy=zero1")
-    ended = tiny_run.train(place, f"steps={STEPS + 1}", "mesh.strategy=zero1", "checkpoint.accept=mesh.strategy")
+    named = "profile_steps=(1,4)"  # one of them is done already
+    ended = tiny_run.train(place, f"steps={STEPS + 1}", "mesh.strategy=zero1", "checkpoint.accept=mesh.strategy", named)
     assert "going on from the checkpoint of step 4" in ended.stdout
     assert "sums are in another order" not in ended.stdout
+    assert "WARNING: profile_steps: step 1 is done already and leaves no trace; the next one is 4" in ended.stdout
+    assert "step 4 is done already" not in ended.stdout
+    assert [path.name for path in (place / "runs/tiny/profiles").iterdir()] == ["step_000004"]
     assert [line["step"] for line in tiny_run.lines(place / "runs/tiny/metrics.jsonl")] == list(range(STEPS + 1))
 
 
@@ -144,6 +148,19 @@ def test_other_sizes_are_told_by_a_warning_and_the_event(place: Path) -> None:
     events = tiny_run.lines(place / "runs/tiny/events.jsonl")
     sizes = [(event["devices"], event["micro_batch_rows"]) for event in events if event["kind"] in ("run_start", "resume")]
     assert sizes == [(2, 8), (1, 16)]
+
+
+def test_groups_that_wait_are_dropped_with_a_warning_when_another_temperature_is_accepted(home: Path, tmp_path: Path) -> None:
+    (tmp_path / ".cache").symlink_to((home / ".cache").resolve())
+    tiny_run.train(tmp_path, "rollout.max_staleness=1", "steps=1")
+    host = read_host(tmp_path / "runs/tiny/checkpoints", 1)
+    assert host.surplus and host.surplus_temperature == 1.2
+    other = ("rollout.temperature=0.6", "checkpoint.accept=rollout.temperature")
+    ended = tiny_run.train(tmp_path, "rollout.max_staleness=1", "steps=2", *other)
+    assert (
+        f"WARNING: {len(host.surplus)} surplus groups do not fit the changed config, data, tokenizer or reward; discarded" in ended.stdout
+    )
+    assert tiny_run.timeless_metrics(tmp_path / "runs/tiny")[1]["groups.carried"] == 0
 
 
 def test_other_data_under_the_same_name_and_another_reward_are_refused(home: Path, tmp_path: Path) -> None:

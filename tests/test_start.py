@@ -1,19 +1,23 @@
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from factories import tiny_config, tiny_model
+from factories import random_groups, tiny_config, tiny_model
 
 from configs.base import stage
+from jaxprorl.checkpoint import Host
 from jaxprorl.data.prompts import Item
 from jaxprorl.data.splits import Items
 from jaxprorl.data.tokenizer import load_tokenizer
 from jaxprorl.errors import ConfigError, DataError, ModelError
 from jaxprorl.models.compute import Compute
 from jaxprorl.recipe import stages
+from jaxprorl.rollout.surplus import encode
 from jaxprorl.run_folder import RunFolder
 from jaxprorl.setting import _plan
-from jaxprorl.start import adopt_tokenizer, check_items, check_model, check_stage
+from jaxprorl.start import adopt_tokenizer, check_items, check_model, check_stage, restored_surplus
 from jaxprorl.state import RunState
 from jaxprorl.warmstart.tokenizer import build_tokenizer
 
@@ -76,6 +80,22 @@ def test_stages_may_be_added_to_a_recipe_but_not_taken_away() -> None:
             except ConfigError as error:
                 assert f"{count} are named, and the run is in number {run.stage + 1}" in str(error)
     assert accepted == {(0, 0): [0, 1, 2, 3], (0, 1): [1, 2, 3], (1, 1): [2, 3], (1, 2): [2, 3]}
+
+
+def test_surplus_is_left_on_resume_where_temperature_mix_data_tokenizer_and_reward_are_what_they_were() -> None:
+    groups, identity = random_groups(3), {"data": "d", "tokenizer": "t", "reward": "r"}
+    prompts = [dataclasses.replace(group.prompt, task="ab"[number % 2]) for number, group in enumerate(groups)]
+    host = Host(RunState(policy_version=1), {}, identity, encode(groups), surplus_temperature=1.2)
+
+    def left(host: Host = host, identity: dict[str, str] = identity, **changes: Any) -> list[int]:
+        config = tiny_config(rollout__max_staleness=1, **changes)
+        return [group.prompt.prompt_id for group in restored_surplus(host, identity, config, prompts)]
+
+    assert left() == [0, 1, 2]
+    assert left(data__mix=("a",)) == [0, 2]
+    assert left(rollout__temperature=0.6) == left(dataclasses.replace(host, surplus_temperature=None)) == []
+    for name in identity:
+        assert left(identity=identity | {name: "other"}) == []
 
 
 def test_every_reset_that_may_come_in_a_stage_is_compiled_before_the_loop() -> None:

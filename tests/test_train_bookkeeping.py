@@ -60,7 +60,7 @@ def test_skipped_updates_are_warned_of_and_stop_the_run_at_the_limit() -> None:
 
     def after(skipped: list[int], in_a_row: int) -> None:
         metrics = {"updates.skipped": np.array(skipped)}
-        done = Step(9, RolloutBatch(), np.zeros((4, 4)), metrics, {}, 0.0)  # type: ignore[arg-type]
+        done = Step(9, RolloutBatch(), np.zeros((4, 4)), {}, metrics, {}, 0.0)  # type: ignore[arg-type]
         check_updates(training, done, RunState(skipped_in_a_row=in_a_row))
 
     after([0, 0], 0)

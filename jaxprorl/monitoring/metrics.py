@@ -43,6 +43,11 @@ METRICS: dict[str, tuple[str, str]] = {
     "tokens.completion": ("tokens", "sampled this step"),
     "tokens.trained": ("tokens", "completion tokens in the step's updates, each counted once"),
     "tokens.per_update": ("tokens", "mean of that over the updates"),
+    "tokens.padding_share": (
+        "share",
+        "positions that hold no token, of all that the step's updates compute: rows are filled up to whole micro-batches "
+        "(docs/performance.md, Padding)",
+    ),
     "tokens.wasted": ("tokens", "sampled and never trained on: groups dropped in this step, and surplus that was discarded or expired"),
     "updates": ("updates", "optimizer updates made in this step"),
     "updates.skipped": ("updates", "not made, because their gradient or the change was not finite"),

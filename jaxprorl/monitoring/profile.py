@@ -1,5 +1,6 @@
 """Traces of single steps for TensorBoard, XProf or Perfetto, by jax.profiler."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,11 +20,20 @@ def start_trace(config: ConfigDict, folder: RunFolder, step: int, results: Any) 
     jax.block_until_ready(results)
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # every Python call would be in it, and slow the step down
-    jax.profiler.start_trace(folder.profiles / f"step_{step:06d}", profiler_options=options)
+    jax.profiler.start_trace(_trace(folder, step), profiler_options=options)
     return True
+
+
+def missed_steps(config: ConfigDict, folder: RunFolder, step: int) -> list[int]:
+    """Steps of `config.profile_steps` that a run which goes on with `step` has behind it, without a trace of them."""
+    return [named for named in config.profile_steps if named < step and not _trace(folder, named).is_dir()]
 
 
 def stop_trace(results: Any) -> None:
     """Ends it once the arrays in `results` are there: devices would otherwise still be at work on the step."""
     jax.block_until_ready(results)
     jax.profiler.stop_trace()
+
+
+def _trace(folder: RunFolder, step: int) -> Path:
+    return folder.profiles / f"step_{step:06d}"

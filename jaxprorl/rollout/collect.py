@@ -11,12 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxprorl.algorithms.filtering import keeps_signal
 from jaxprorl.data.mixture import prompt_index
-from jaxprorl.errors import RewardError
 from jaxprorl.rewards.pool import GraderPool
 from jaxprorl.rollout.engine import Engine, Sampling
-from jaxprorl.rollout.groups import graded
+from jaxprorl.rollout.groups import has_signal
 from jaxprorl.rollout.surplus import staleness
 from jaxprorl.types import Completion, Group, Prompt
 
@@ -141,17 +139,3 @@ class Rollout:
             group = Group(prompt, tuple(completions[key] for key in keys), tuple(scores[key] for key in keys))
             self._batch.groups.append(group)
             self._batch.has_signal.append(has_signal(self._config, group))
-
-
-def has_signal(config: ConfigDict, group: Group) -> bool:
-    """Whether dynamic sampling keeps a group: by the rule of its domain, from the graders' rewards.
-
-    Raises:
-        RewardError: the rule does not fit the reward.
-    """
-    c, domain = config.filtering, group.prompt.domain
-    field = f"filtering.rules.{domain}" if domain in c.rules else "filtering.rule"
-    try:
-        return bool(keeps_signal(c.rules.get(domain, c.rule), *graded([group]), c.tolerance)[0])
-    except ValueError as error:
-        raise RewardError(f"{field} = 'accuracy', prompt {group.prompt.prompt_id} of domain {domain}: {error}") from None

@@ -1,4 +1,4 @@
-"""Groups as arrays [P, N] (prompts, samples): rewards as graded and as shaped, lengths, and which samples count."""
+"""Groups as arrays [P, N] (prompts, samples): rewards as graded and as shaped, lengths, which samples count; which groups have a signal."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,8 @@ from ml_collections import ConfigDict
 
 from jaxprorl.algorithms import shaping
 from jaxprorl.algorithms.correction import is_sound
+from jaxprorl.algorithms.filtering import keeps_signal
+from jaxprorl.errors import RewardError
 from jaxprorl.types import Completion, Group, Score
 
 
@@ -49,3 +51,17 @@ def shaped(config: ConfigDict, groups: Sequence[Group], step: int) -> tuple[np.n
     stopped_PN = np.array([[completion.finish_reason == "stop" for completion in group.completions] for group in groups])
     reward_PN = shaping.shaped(reward_PN, response_tokens(groups), stopped_PN, step, settings)
     return np.where(mask_PN > 0, reward_PN, 0.0), mask_PN
+
+
+def has_signal(config: ConfigDict, group: Group) -> bool:
+    """Whether dynamic sampling keeps a group: by the rule of its domain, from the graders' rewards.
+
+    Raises:
+        RewardError: the rule does not fit the reward.
+    """
+    c, domain = config.filtering, group.prompt.domain
+    field = f"filtering.rules.{domain}" if domain in c.rules else "filtering.rule"
+    try:
+        return bool(keeps_signal(c.rules.get(domain, c.rule), *graded([group]), c.tolerance)[0])
+    except ValueError as error:
+        raise RewardError(f"{field} = 'accuracy', prompt {group.prompt.prompt_id} of domain {domain}: {error}") from None

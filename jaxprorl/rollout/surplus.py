@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxprorl.rollout.groups import has_signal
 from jaxprorl.types import Completion, Group, Prompt, Score
 
 
@@ -32,26 +33,41 @@ def encode(groups: Sequence[Group]) -> list[dict[str, Any]]:
     ]
 
 
-def usable(groups: Sequence[Group], config: ConfigDict, policy_version: int) -> list[Group]:
-    """Those that a run resumed with `config`, accepted changes included, may train on: their size, lengths and age are within it."""
-    c = config.rollout
+def usable(
+    groups: Sequence[Group], config: ConfigDict, prompts: Sequence[Prompt], policy_version: int, temperature: float | None
+) -> list[Group]:
+    """Those that steps with `config` may train on, where a stage begins or a run goes on with accepted changes.
+
+    Their distribution must be that of what these steps sample: same temperature, number of samples and prompts, answers within the
+    response limit and none cut at a lower one. They must have a signal by the filter of now, and be within `rollout.max_staleness`.
+    What differs by rounding (`model.dtype`, the engine) is as between engine and trainer: `algorithm.correction` weighs it.
+
+    Args:
+        prompts: that the steps draw from.
+        policy_version: of the weights now.
+        temperature: at which the groups were sampled; None = unknown, which is no temperature.
+
+    Raises:
+        RewardError: the filter does not fit the reward.
+    """
+    c, ids = config.rollout, {prompt.prompt_id for prompt in prompts}
+    if temperature != c.temperature:  # their log-probs are those of another distribution
+        return []
     return [
         group
         for group in groups
-        if len(group.completions) == c.samples_per_prompt
-        and max(len(completion.token_ids) for completion in group.completions) <= c.max_response_tokens
+        if group.prompt.prompt_id in ids
+        and len(group.completions) == c.samples_per_prompt
+        and all(_within(completion, c.max_response_tokens) for completion in group.completions)
         and staleness(group, policy_version) <= c.max_staleness
+        and has_signal(config, group)
     ]
 
 
-def carried_over(
-    groups: Sequence[Group], before: ConfigDict, after: ConfigDict, prompts: Sequence[Prompt], policy_version: int
-) -> list[Group]:
-    """Those that a stage with the config `after`, which draws from `prompts`, may still train on."""
-    if before.rollout.temperature != after.rollout.temperature:  # their log-probs are those of another distribution
-        return []
-    ids = {prompt.prompt_id for prompt in prompts}
-    return [group for group in usable(groups, after, policy_version) if group.prompt.prompt_id in ids]
+def _within(completion: Completion, limit: int) -> bool:
+    """Whether a completion could have come about under this limit: it is no longer, and if one cut it, it was this one."""
+    tokens = len(completion.token_ids)
+    return tokens <= limit and (tokens == limit or completion.finish_reason != "length")
 
 
 def decode(groups: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt]) -> list[Group]:

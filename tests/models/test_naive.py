@@ -4,12 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from factories import QUICK_COMPILE
+from factories import QUICK_COMPILE, random_groups, random_params, tiny_config, tiny_model
 
+from jaxprorl.batch import host_batch
 from jaxprorl.models.attention import packed_attention
 from jaxprorl.models.compute import Compute
 from jaxprorl.models.naive import naive_attention, query_blocks
+from jaxprorl.models.qwen2 import UNROLL_MAX_LAYERS, Params, build
 from jaxprorl.sharding.mesh import make_mesh
+from jaxprorl.update import Batch, batch_log_probs
 
 # One prompt with two samples, another segment and padding; and a row of padding alone.
 IDS_BS = np.stack([np.repeat([1, 2, 3, 4, 0], [40, 30, 33, 20, 7]), np.zeros(130, int)]).astype(np.int32)
@@ -72,6 +75,25 @@ def test_passes_with_and_without_gradients_have_the_same_bits(dtype: str) -> Non
         expected = alone(*arrays[:3])
         for run in compiled:
             np.testing.assert_array_equal(run(*arrays)[0], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "dtype"), [(2, "float32"), (UNROLL_MAX_LAYERS + 1, "float32"), (UNROLL_MAX_LAYERS + 1, "bfloat16")])
+def test_passes_of_a_model_with_and_without_gradients_have_the_same_bits(layers: int, dtype: str) -> None:
+    """Layers side by side and in a loop, whose passes with gradients save what others fuse."""
+    model = tiny_model(num_hidden_layers=layers)
+    batch = host_batch(tiny_config(), random_groups(4), shared=True)
+    rows = {name: jnp.asarray(value[0, 0]) for name, value in batch.items() if value.ndim == 4}
+    graphdef, params = build(model, Compute(dtype, shared_prompts=True)), random_params(model)
+
+    def log_probs(params: Params, rows: Batch) -> jax.Array:
+        return batch_log_probs(graphdef, params, rows, 1.2)[0]
+
+    def with_gradients(params: Params, rows: Batch) -> tuple[jax.Array, Params]:
+        logp_BS, back = jax.vjp(lambda params: log_probs(params, rows), params)
+        return logp_BS, back(jnp.ones_like(logp_BS))[0]
+
+    np.testing.assert_array_equal(jax.jit(with_gradients)(params, rows)[0], jax.jit(log_probs)(params, rows))
 
 
 def test_copies_are_for_bfloat16_on_cpus_alone() -> None:

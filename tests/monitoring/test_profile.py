@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from factories import tiny_config
 from jax.profiler import ProfileData
 
-from jaxprorl.monitoring.profile import start_trace, stop_trace
+from jaxprorl.monitoring.profile import missed_steps, start_trace, stop_trace
 from jaxprorl.run_folder import RunFolder
 
 
@@ -44,3 +44,11 @@ def test_the_steps_asked_for_are_traced_and_no_others(tmp_path: Path) -> None:
 def test_nothing_is_written_when_no_step_is_named(tmp_path: Path) -> None:
     assert not start_trace(tiny_config(), RunFolder(tmp_path), 0, ())
     assert not list(tmp_path.iterdir())
+
+
+def test_steps_that_are_done_and_left_no_trace_are_missed(tmp_path: Path) -> None:
+    config, folder = tiny_config(profile_steps=(1, 3, 5)), RunFolder(tmp_path)
+    (folder.profiles / "step_000001").mkdir(parents=True)  # traced before the run was interrupted
+    assert missed_steps(config, folder, 3) == []
+    assert missed_steps(config, folder, 4) == [3]
+    assert missed_steps(config, folder, 6) == [3, 5]

@@ -1,11 +1,11 @@
 import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 from factories import make_group, make_prompt, random_groups, tiny_config
-from ml_collections import ConfigDict
 
-from jaxprorl.rollout.surplus import carried_over, decode, encode, staleness, usable
+from jaxprorl.rollout.surplus import decode, encode, staleness, usable
 from jaxprorl.types import Group
 
 
@@ -48,34 +48,50 @@ def test_staleness_counts_from_the_oldest_token() -> None:
     assert staleness(dataclasses.replace(group, completions=tuple(made)), 9) == 2
 
 
-def test_what_a_changed_run_cannot_train_on_is_left_out() -> None:
-    old, gone, small, long, fits = (
-        make_group(make_prompt(i), [[1] * length] * samples, [1.0] + [0.0] * (samples - 1))
-        for i, (length, samples) in enumerate([(2, 4), (2, 4), (2, 3), (13, 4), (12, 4)])
-    )
-    fresh = [dataclasses.replace(c, version_spans=((1, 0, 2),)) for c in old.completions]
-    groups = [dataclasses.replace(old, completions=tuple(fresh)), gone, small, long, fits]
-    found = decode(encode(groups), [group.prompt for group in groups if group is not gone])
-    assert [group.prompt.prompt_id for group in found] == [0, 2, 3, 4]
-    # Four samples of at most 12 tokens; all but the first are of version 0.
-    assert [group.prompt.prompt_id for group in usable(found, tiny_config(rollout__max_staleness=3), 3)] == [0, 4]
-    assert [group.prompt.prompt_id for group in usable(found, tiny_config(rollout__max_staleness=2), 3)] == [0]
-    assert usable(found, tiny_config(), 3) == []
+def test_groups_whose_prompt_is_gone_are_not_decoded() -> None:
+    groups = random_groups(3)
+    found = decode(encode(groups), [groups[2].prompt, groups[0].prompt])
+    assert [group.prompt.prompt_id for group in found] == [0, 2]
 
 
-def test_a_stage_takes_over_what_fits_its_samples_its_limit_its_mix_and_its_temperature() -> None:
-    fits, small, long, elsewhere = (
-        make_group(make_prompt(i), [[1] * length] * samples, [1.0] + [0.0] * (samples - 1))
-        for i, (length, samples) in enumerate([(12, 4), (2, 3), (13, 4), (2, 4)])
-    )
-    groups, prompts = [elsewhere, fits, small, long], [fits.prompt, small.prompt, long.prompt]
-    before = tiny_config(rollout__max_staleness=2)
+def kept(groups: list[Group], version: int = 2, temperature: float | None = 1.2, elsewhere: int = -1, **changes: Any) -> list[int]:
+    """Ids of the groups that steps at temperature 1.2, four samples and 12 tokens may train on, but for `changes`."""
+    prompts = [group.prompt for group in groups if group.prompt.prompt_id != elsewhere]
+    config = tiny_config(**{"rollout__max_staleness": 2} | changes)
+    return [group.prompt.prompt_id for group in usable(groups, config, prompts, version, temperature)]
 
-    def kept(after: ConfigDict, version: int = 2) -> list[int]:
-        return [group.prompt.prompt_id for group in carried_over(groups, before, after, prompts, version)]
 
-    assert kept(before) == [0]
-    assert kept(tiny_config(rollout__max_staleness=2, rollout__max_response_tokens=13)) == [0, 2]
-    assert kept(tiny_config(rollout__max_staleness=2, rollout__samples_per_prompt=3)) == [1]
-    assert kept(tiny_config(rollout__max_staleness=2, rollout__temperature=1.0)) == []
-    assert kept(before, version=3) == [] == kept(tiny_config())
+def row_of(number: int, length: int, samples: int = 4, oldest: int = 0) -> Group:
+    group = make_group(make_prompt(number), [[1] * length] * samples, [1.0] + [0.0] * (samples - 1))
+    completions = tuple(dataclasses.replace(c, version_spans=((oldest, 0, length),)) for c in group.completions)
+    return dataclasses.replace(group, completions=completions)
+
+
+def test_groups_are_taken_over_that_fit_samples_limit_mix_and_age() -> None:
+    groups = [row_of(0, 12), row_of(1, 2, samples=3), row_of(2, 13), row_of(3, 2, oldest=1), row_of(4, 2)]
+    assert kept(groups, elsewhere=4) == [0, 3]
+    assert kept(groups, elsewhere=4, rollout__max_response_tokens=13) == [0, 2, 3]
+    assert kept(groups, elsewhere=4, rollout__samples_per_prompt=3) == [1]
+    assert kept(groups, version=3) == [3]
+    assert kept(groups, rollout__max_staleness=0) == []
+
+
+def test_groups_sampled_at_another_temperature_or_at_one_that_nobody_knows_are_left_out() -> None:
+    groups = [row_of(0, 12), row_of(1, 2)]
+    assert kept(groups) == [0, 1]
+    assert kept(groups, rollout__temperature=0.6) == kept(groups, temperature=0.6) == kept(groups, temperature=None) == []
+    assert kept(groups, temperature=0.6, rollout__temperature=0.6) == [0, 1]
+
+
+def test_answers_that_a_lower_limit_cut_are_left_out() -> None:
+    group = row_of(0, 12)
+    cut = dataclasses.replace(group.completions[0], finish_reason="length")
+    groups = [dataclasses.replace(group, completions=(cut, *group.completions[1:])), row_of(1, 12)]
+    assert kept(groups) == [0, 1]
+    assert kept(groups, rollout__max_response_tokens=13) == [1]
+
+
+def test_groups_without_a_signal_by_the_filter_of_now_are_left_out() -> None:
+    same = make_group(make_prompt(0), [[1]] * 4, [1.0] * 4)
+    assert kept([same, row_of(1, 2)]) == [1]
+    assert kept([same, row_of(1, 2)], filtering__rule="off") == [0, 1]

@@ -250,7 +250,8 @@ def read_start_params(base: Path, model_config: Qwen2Config, shardings: dict[str
     """The start model's parameters: of a Hugging Face folder, or of the newest checkpoint of another run."""
     if not is_run(base):
         return hf.read_params(base, model_config, shardings)
-    step, _ = newest_sound_step(RunFolder(base).checkpoints, "stop")
+    remedy = f"export the newest undamaged one (launch/export_hf.py --run {base} --output FOLDER) and start from it (model.path=FOLDER)"
+    step, _ = newest_sound_step(RunFolder(base).checkpoints, "stop", remedy)
     if step is None:
         raise CheckpointError(f"model.path = {str(base)!r}: this run has no checkpoint yet")
     return restore_params(RunFolder(base).checkpoints, step, abstract_params(model_config, shardings))

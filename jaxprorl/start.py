@@ -91,8 +91,24 @@ class Training:
         return merge_swaps([engine.set_weights(params, version) for engine in engines])
 
 
-def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
+def read_inputs(config: ConfigDict) -> Items:
+    """The questions, once they suffice for every stage and the start model is there: needs no folder of the run, and no devices.
+
+    Raises:
+        ConfigError, DataError, ModelError: names the field or file.
+    """
+    head_dim(config)
+    items = load_items(config)
+    for stage_config in stage_configs(config):
+        check_items(stage_config, items)
+    return items
+
+
+def start(config: ConfigDict, folder: RunFolder, stack: ExitStack, items: Items | None = None) -> Training:
     """Makes or restores everything. What must be closed is entered into `stack`.
+
+    Args:
+        items: from `read_inputs`, to save reading them again.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError, CheckpointError: before any long work where that is possible.
@@ -104,10 +120,8 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
     progress = stack.enter_context(Progress(config.steps, config.monitoring.progress))
     for line in never_reached(config):
         progress.note(f"WARNING: {line}")
-    items = load_items(config)
+    items = read_inputs(config) if items is None else items
     domains = {item.domain for item in items.train}
-    for stage_config in configs:
-        check_items(stage_config, items)
     step, damaged = newest_sound_step(folder.checkpoints, config.checkpoint.on_damage)
     for problem in damaged:
         progress.note(f"WARNING: {problem}; going on from the checkpoint of step {step}")

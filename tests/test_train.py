@@ -187,9 +187,11 @@ def test_profiled_steps_leave_traces_and_change_no_number(reference: Path, place
 def test_killed_again_and_again_it_goes_on_and_equals_the_uninterrupted_run(place_without_model: Path, reference: Path) -> None:
     run = place_without_model / "runs/tiny"
 
-    # kill -9 in the warm start: its first line comes before the second phase.
+    # kill -9 in the warm start: its first line comes before all else, the second one before the second phase.
     command = tiny_run.Command(place_without_model)
-    assert command.process.stdout and "warm start" in command.process.stdout.readline()
+    assert command.process.stdout
+    assert command.process.stdout.readline().startswith("warm start: making the base model, once ")
+    assert "warm start: skill 50/50" in command.process.stdout.readline()
     command.process.kill()
     command.wait()
     assert not command.left_behind()

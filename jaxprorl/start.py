@@ -20,12 +20,12 @@ from ml_collections import ConfigDict
 from jaxprorl import watch as watching
 from jaxprorl.checkpoint import Checkpoints, newest_sound_step, read_host, require_space, restore_params, restore_state
 from jaxprorl.compilation import use_compilation_cache
-from jaxprorl.data.domains import choose
 from jaxprorl.data.prompts import check_chat_template
 from jaxprorl.data.splits import Items, Splits, fingerprint, load_items, load_splits
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.errors import CheckpointError, ConfigError
 from jaxprorl.evaluation.harness import evaluate
+from jaxprorl.inputs import head_dim, is_run, read_inputs
 from jaxprorl.model_folder import check_vocabulary
 from jaxprorl.models import hf
 from jaxprorl.models.compute import choose_compute
@@ -89,19 +89,6 @@ class Training:
         """Gives all engines new weights. Returns what that took, for the event log."""
         engines = dict.fromkeys([self.exam_engine, *(setting.engine for setting in self.settings.values())])
         return merge_swaps([engine.set_weights(params, version) for engine in engines])
-
-
-def read_inputs(config: ConfigDict) -> Items:
-    """The questions, once they suffice for every stage and the start model is there: needs no folder of the run, and no devices.
-
-    Raises:
-        ConfigError, DataError, ModelError: names the field or file.
-    """
-    head_dim(config)
-    items = load_items(config)
-    for stage_config in stage_configs(config):
-        check_items(stage_config, items)
-    return items
 
 
 def start(config: ConfigDict, folder: RunFolder, stack: ExitStack, items: Items | None = None) -> Training:
@@ -196,20 +183,6 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack, items: Items 
     return training
 
 
-def check_items(config: ConfigDict, items: Items) -> None:
-    """Refuses a stage's config that the questions do not suffice for, or that names domains which they do not have."""
-    mix, domains = config.data.mix, sorted({item.domain for item in items.train})
-    count = len(choose(items.train, mix))
-    if count < config.batch.prompts:
-        of_these = f" of {', '.join(mix)}" if mix else ""
-        raise ConfigError(
-            f"batch.prompts = {config.batch.prompts}: the train split holds {count} prompts{of_these} only; lower it, or add data"
-        )
-    unknown = sorted(set(config.filtering.rules) - set(domains))
-    if unknown:
-        raise ConfigError(f"filtering.rules.{unknown[0]}: the data has no such domain, only {', '.join(domains)}")
-
-
 def check_stage(config: ConfigDict, run: RunState) -> None:
     """Refuses a recipe (accepted changes included) that no longer has the stage which the run is in."""
     if run.stage >= max(1, len(config.stages)) or (run.stages_ended and not config.stages):
@@ -269,19 +242,6 @@ def read_start_params(base: Path, model_config: Qwen2Config, shardings: dict[str
     if step is None:
         raise CheckpointError(f"model.path = {str(base)!r}: this run has no checkpoint yet")
     return restore_params(RunFolder(base).checkpoints, step, abstract_params(model_config, shardings))
-
-
-def head_dim(config: ConfigDict) -> int:
-    """Width of the model's heads, known before there is a model."""
-    path = Path(config.model.path)
-    if not config.model.path:
-        return int(config.model.head_dim)
-    return hf.read_config(RunFolder(path).base_model if is_run(path) else path).head_dim
-
-
-def is_run(path: Path) -> bool:
-    """True if a folder is a run's, not a model's."""
-    return RunFolder(path).checkpoints.is_dir()
 
 
 def prepare_devices(config: ConfigDict) -> Mesh:

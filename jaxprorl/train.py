@@ -25,6 +25,7 @@ from jaxprorl.evaluation.harness import evaluate, first_per_task
 from jaxprorl.evaluation.report import write_report
 from jaxprorl.evaluation.summary import build_summary, peak_memory_bytes, write_summary
 from jaxprorl.export import write_model
+from jaxprorl.inputs import read_inputs
 from jaxprorl.monitoring.alarms import AlarmError, Paused
 from jaxprorl.monitoring.profile import start_trace, stop_trace
 from jaxprorl.preemption import Preemption
@@ -39,7 +40,7 @@ from jaxprorl.rollout.collect import Rollout, RolloutBatch
 from jaxprorl.rollout.engine import exam_sampling
 from jaxprorl.rollout.metrics import rollout_metrics, tokens_of
 from jaxprorl.run_folder import RunFolder, as_begun, has_begun, open_run, what_comes_next
-from jaxprorl.start import Training, evaluate_held_out, read_inputs, start
+from jaxprorl.start import Training, evaluate_held_out, start
 from jaxprorl.state import RunState, TrainState
 from jaxprorl.types import Group
 from jaxprorl.update import Metrics, host_metrics, skipped_in_a_row

@@ -3,7 +3,7 @@
     python launch/train.py --config=configs/prorl_tiny.py
 
 It shows what a recipe of stages does, not what ProRL reaches: every stage is some ten steps long. One run took 628 s on two cores that
-other work shared, and went from 29.8 to 89.4 % of the held-out items, most of it in the first stage (docs/stages.md).
+other work shared, and went from 29.8 (an earlier warm start) to 89.4 % of held-out items, most of it in the first stage (docs/stages.md).
 """
 
 from collections.abc import Mapping

@@ -23,6 +23,7 @@ from jaxprorl.models.qwen2 import Params
 from jaxprorl.state import RunState, TrainState
 
 SCHEMA = 6  # raise it when the content of a checkpoint changes meaning
+TO_GO_ON = "go on from the checkpoint before it with --config.checkpoint.on_damage=previous (launch/checkpoints.py verify shows them all)"
 SPARE_BYTES = 64 << 20  # left free on the disk beside what a checkpoint needs
 
 
@@ -147,11 +148,12 @@ class Checkpoints:
             self._checkpointer.close()
 
 
-def newest_sound_step(folder: Path, on_damage: str) -> tuple[int | None, list[str]]:
+def newest_sound_step(folder: Path, on_damage: str, remedy: str = TO_GO_ON) -> tuple[int | None, list[str]]:
     """The checkpoint to go on from: the newest one, every byte checked.
 
     Args:
         on_damage: "stop", or "previous" to take the newest undamaged one instead.
+        remedy: what the error advises beside restoring the file; that of a run that goes on, unless another purpose has its own.
 
     Returns:
         Its step (None if nothing was ever committed), and what was found damaged on the way.
@@ -165,10 +167,7 @@ def newest_sound_step(folder: Path, on_damage: str) -> tuple[int | None, list[st
         if problem is None:
             return step, found
         if on_damage == "stop":
-            raise CheckpointError(
-                f"checkpoint step {step} is damaged: {problem}. Restore the file, or go on from the checkpoint before it with "
-                "--config.checkpoint.on_damage=previous (launch/checkpoints.py verify shows them all)"
-            )
+            raise CheckpointError(f"checkpoint step {step} is damaged: {problem}. Restore the file, or {remedy}")
         found.append(f"checkpoint step {step} is damaged: {problem}")
     if found:
         raise CheckpointError(f"no undamaged checkpoint in {folder}: {'; '.join(found)}")

@@ -137,9 +137,8 @@ def _open_run(config: ConfigDict, stack: ExitStack) -> RunFolder:
         move_aside(folder.path)
         folder.path.mkdir()
         lock = stack.enter_context(RunLock(folder.path))
-    if lock.stale_owner:
-        owner = f"process {lock.stale_owner['pid']} on {lock.stale_owner['host']}"
-        print(f"{folder.path}: {owner} was killed or interrupted here; its lock is taken over", flush=True)
+    if lock.takeover:
+        print(lock.takeover, flush=True)
     if has_begun(folder):
         stored = json.loads(to_json(read_config(folder.path)))
         changed = [

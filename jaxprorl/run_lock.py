@@ -30,8 +30,8 @@ class RunLock:
     """
 
     def __init__(self, folder: Path):
-        self._path = folder / LOCK_NAME
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._folder = folder
+        self._file = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -43,6 +43,14 @@ class RunLock:
         text = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, text.encode(), 0)
+
+    @property
+    def takeover(self) -> str:
+        """What to tell of the owner who died; empty if nobody did."""
+        if not self.stale_owner:
+            return ""
+        owner = f"process {self.stale_owner['pid']} on {self.stale_owner['host']}"
+        return f"{self._folder}: {owner} was killed or interrupted here; its lock is taken over"
 
     def _owner(self) -> dict[str, Any] | None:
         try:

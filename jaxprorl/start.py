@@ -20,12 +20,12 @@ from ml_collections import ConfigDict
 from jaxprorl import watch as watching
 from jaxprorl.checkpoint import Checkpoints, Host, newest_sound_step, read_host, require_space, restore_params, restore_state
 from jaxprorl.compilation import use_compilation_cache
-from jaxprorl.data.domains import choose
 from jaxprorl.data.prompts import check_chat_template
 from jaxprorl.data.splits import Items, Splits, fingerprint, load_items, load_splits
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.errors import CheckpointError, ConfigError
 from jaxprorl.evaluation.harness import evaluate
+from jaxprorl.inputs import head_dim, is_run, read_inputs
 from jaxprorl.model_folder import check_vocabulary
 from jaxprorl.models import hf
 from jaxprorl.models.compute import choose_compute
@@ -92,8 +92,11 @@ class Training:
         return merge_swaps([engine.set_weights(params, version) for engine in engines])
 
 
-def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
+def start(config: ConfigDict, folder: RunFolder, stack: ExitStack, items: Items | None = None) -> Training:
     """Makes or restores everything. What must be closed is entered into `stack`.
+
+    Args:
+        items: from `read_inputs`, to save reading them again.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError, CheckpointError: before any long work where that is possible.
@@ -105,10 +108,8 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
     progress = stack.enter_context(Progress(config.steps, config.monitoring.progress))
     for line in never_reached(config):
         progress.note(f"WARNING: {line}")
-    items = load_items(config)
+    items = read_inputs(config) if items is None else items
     domains = {item.domain for item in items.train}
-    for stage_config in configs:
-        check_items(stage_config, items)
     step, damaged = newest_sound_step(folder.checkpoints, config.checkpoint.on_damage)
     for problem in damaged:
         progress.note(f"WARNING: {problem}; going on from the checkpoint of step {step}")
@@ -186,20 +187,6 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack) -> Training:
     return training
 
 
-def check_items(config: ConfigDict, items: Items) -> None:
-    """Refuses a stage's config that the questions do not suffice for, or that names domains which they do not have."""
-    mix, domains = config.data.mix, sorted({item.domain for item in items.train})
-    count = len(choose(items.train, mix))
-    if count < config.batch.prompts:
-        of_these = f" of {', '.join(mix)}" if mix else ""
-        raise ConfigError(
-            f"batch.prompts = {config.batch.prompts}: the train split holds {count} prompts{of_these} only; lower it, or add data"
-        )
-    unknown = sorted(set(config.filtering.rules) - set(domains))
-    if unknown:
-        raise ConfigError(f"filtering.rules.{unknown[0]}: the data has no such domain, only {', '.join(domains)}")
-
-
 def check_stage(config: ConfigDict, run: RunState) -> None:
     """Refuses a recipe (accepted changes included) that no longer has the stage which the run is in."""
     if run.stage >= max(1, len(config.stages)) or (run.stages_ended and not config.stages):
@@ -265,23 +252,11 @@ def read_start_params(base: Path, model_config: Qwen2Config, shardings: dict[str
     """The start model's parameters: of a Hugging Face folder, or of the newest checkpoint of another run."""
     if not is_run(base):
         return hf.read_params(base, model_config, shardings)
-    step, _ = newest_sound_step(RunFolder(base).checkpoints, "stop")
+    remedy = f"export the newest undamaged one (launch/export_hf.py --run {base} --output FOLDER) and start from it (model.path=FOLDER)"
+    step, _ = newest_sound_step(RunFolder(base).checkpoints, "stop", remedy)
     if step is None:
         raise CheckpointError(f"model.path = {str(base)!r}: this run has no checkpoint yet")
     return restore_params(RunFolder(base).checkpoints, step, abstract_params(model_config, shardings))
-
-
-def head_dim(config: ConfigDict) -> int:
-    """Width of the model's heads, known before there is a model."""
-    path = Path(config.model.path)
-    if not config.model.path:
-        return int(config.model.head_dim)
-    return hf.read_config(RunFolder(path).base_model if is_run(path) else path).head_dim
-
-
-def is_run(path: Path) -> bool:
-    """True if a folder is a run's, not a model's."""
-    return RunFolder(path).checkpoints.is_dir()
 
 
 def prepare_devices(config: ConfigDict) -> Mesh:

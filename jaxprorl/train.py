@@ -25,6 +25,7 @@ from jaxprorl.evaluation.harness import evaluate, first_per_task
 from jaxprorl.evaluation.report import write_report
 from jaxprorl.evaluation.summary import build_summary, peak_memory_bytes, write_summary
 from jaxprorl.export import write_model
+from jaxprorl.inputs import read_inputs
 from jaxprorl.monitoring.alarms import AlarmError, Paused
 from jaxprorl.monitoring.profile import start_trace, stop_trace
 from jaxprorl.preemption import Preemption
@@ -38,7 +39,7 @@ from jaxprorl.rollout import surplus
 from jaxprorl.rollout.collect import Rollout, RolloutBatch
 from jaxprorl.rollout.engine import exam_sampling
 from jaxprorl.rollout.metrics import rollout_metrics, tokens_of
-from jaxprorl.run_folder import RunFolder, as_begun, open_run, what_comes_next
+from jaxprorl.run_folder import RunFolder, as_begun, has_begun, open_run, what_comes_next
 from jaxprorl.start import Training, evaluate_held_out, start
 from jaxprorl.state import RunState, TrainState
 from jaxprorl.types import Group
@@ -82,11 +83,13 @@ def train(config: ConfigDict) -> dict[str, Any]:
     validate(config)
     # The stack is the inner one: it closes (and waits for the last save) while signals and the time limit still count.
     with Preemption(config.checkpoint.save_within_s, partial(what_comes_next, folder)) as preemption, ExitStack() as stack:
+        # Of a run that is new: refused, it leaves no folder behind, and moves none aside.
+        items = read_inputs(config) if config.on_existing == "replace" or not has_begun(folder) else None
         open_run(config, stack)
         summary = finished(config, folder)
         if summary:
             return summary
-        training = start(config, folder, stack)
+        training = start(config, folder, stack, items)
         preemption.saving = training.checkpoints.saving
         with no_compilation(), preemption.guarded():
             loop(training, preemption)

@@ -5,19 +5,20 @@ from typing import Any
 
 import pytest
 from factories import random_groups, tiny_config, tiny_model
+from saved_states import CONFIG, HOST, flip_a_bit, largest_file, new_state
 
 from configs.base import stage
-from jaxprorl.checkpoint import Host
+from jaxprorl.checkpoint import Checkpoints, Host
 from jaxprorl.data.prompts import Item
-from jaxprorl.data.splits import Items
 from jaxprorl.data.tokenizer import load_tokenizer
-from jaxprorl.errors import ConfigError, DataError, ModelError
+from jaxprorl.errors import CheckpointError, ConfigError, DataError, ModelError
 from jaxprorl.models.compute import Compute
 from jaxprorl.recipe import stages
 from jaxprorl.rollout.surplus import encode
 from jaxprorl.run_folder import RunFolder
 from jaxprorl.setting import _plan
-from jaxprorl.start import adopt_tokenizer, check_items, check_model, check_stage, restored_surplus
+from jaxprorl.sharding.mesh import make_mesh, param_shardings
+from jaxprorl.start import adopt_tokenizer, check_model, check_stage, read_start_params, restored_surplus
 from jaxprorl.state import RunState
 from jaxprorl.warmstart.tokenizer import build_tokenizer
 
@@ -105,12 +106,13 @@ def test_every_reset_that_may_come_in_a_stage_is_compiled_before_the_loop() -> N
     assert set(plan.resets) == {(False, "all"), (True, "moments"), (True, "all")}
 
 
-def test_a_mix_must_suffice_for_a_batch() -> None:
-    train = tuple(Item("d", task, ({"role": "user", "content": str(i)},), "", "here") for i, task in enumerate("aaab"))
-    items = Items(train, (), (), {})
-    check_items(tiny_config(), items)
-    check_items(tiny_config(data__mix=("a", "b")), items)
-    with pytest.raises(ConfigError, match=r"batch\.prompts = 4: the train split holds 3 prompts of a only; lower it, or add data"):
-        check_items(tiny_config(data__mix=("a",)), items)
-    with pytest.raises(ConfigError, match=r"data\.mix: c: the data has no such domain or task"):
-        check_items(tiny_config(data__mix=("c",)), items)
+def test_a_damaged_checkpoint_of_the_run_to_start_from_is_refused_with_a_remedy_that_holds_there(tmp_path: Path) -> None:
+    run, model = RunFolder(tmp_path / "other"), tiny_model()
+    mesh = make_mesh("dp")
+    with Checkpoints(run.checkpoints, CONFIG) as checkpoints:
+        checkpoints.save(new_state(model, mesh), HOST)
+    flip_a_bit(largest_file(run.checkpoints, 3))
+    with pytest.raises(CheckpointError, match="checkpoint step 3 is damaged: ") as caught:
+        read_start_params(run.path, model, param_shardings(model, mesh, "dp"))
+    assert f"launch/export_hf.py --run {run.path} " in str(caught.value)
+    assert "on_damage" not in str(caught.value), "it is for a run that goes on"

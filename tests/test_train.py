@@ -187,9 +187,11 @@ def test_profiled_steps_leave_traces_and_change_no_number(reference: Path, place
 def test_killed_again_and_again_it_goes_on_and_equals_the_uninterrupted_run(place_without_model: Path, reference: Path) -> None:
     run = place_without_model / "runs/tiny"
 
-    # kill -9 in the warm start: its first line comes before the second phase.
+    # kill -9 in the warm start: its first line comes before all else, the second one before the second phase.
     command = tiny_run.Command(place_without_model)
-    assert command.process.stdout and "warm start" in command.process.stdout.readline()
+    assert command.process.stdout
+    assert command.process.stdout.readline().startswith("warm start: making the base model, once ")
+    assert "warm start: skill 50/50" in command.process.stdout.readline()
     command.process.kill()
     command.wait()
     assert not command.left_behind()
@@ -256,6 +258,30 @@ def test_another_config_on_the_same_folder_is_refused_by_field(finished: Path, p
     assert "on_existing=replace" in ended.stderr
     assert ended.stderr.count("\n") == 1
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.source=jsonl:none.jsonl", "data.source = 'jsonl:none.jsonl': no such file"),
+        ("data.source=jsonl:few.jsonl", "batch.prompts = 8: the train split holds 1 prompts only"),
+        ("model.path=nowhere", "nowhere"),
+        ("reward=no_such_module:score", "cannot import 'no_such_module'"),
+    ],
+)
+def test_a_new_run_whose_inputs_are_refused_leaves_nothing_and_moves_nothing(tmp_path: Path, override: str, words: str) -> None:
+    rows = [
+        {"prompt": f"1 + {number} ?", "answer": "?", "split": split} for number, split in enumerate(("train", "validation", "held_out"))
+    ]
+    (tmp_path / "few.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    ended = tiny_run.Command(tmp_path, override).wait()
+    assert ended.status == 2 and ended.stderr.startswith("error: ") and words in ended.stderr
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "runs/tiny").mkdir(parents=True)
+    for name in ("config.json", "events.jsonl"):
+        (tmp_path / "runs/tiny" / name).write_text("{}\n")
+    assert tiny_run.Command(tmp_path, override, "on_existing=replace").wait().stderr == ended.stderr
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny"]
 
 
 def test_an_attention_that_these_devices_cannot_run_is_refused_before_any_work(place: Path) -> None:

@@ -73,6 +73,8 @@ def base_model(config: ConfigDict, items: Items, mesh: Mesh, report: Report) -> 
     folder = Path(config.cache_dir) / "warmstart" / fingerprint(config)
     if (folder / "config.json").is_file():
         return folder, True
+    # Before anything long: the first check comes a good part of the way in.
+    report("warm start: making the base model, once (the quickstart's takes about three minutes)", 0, config.warmstart.skill_updates)
     scratch = folder.with_name(f"{folder.name}.tokenizer")
     shutil.rmtree(scratch, ignore_errors=True)
     tokenizer = build_tokenizer(items.train, scratch, config.data.system_prompt)

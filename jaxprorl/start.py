@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 from jaxprorl import watch as watching
 from jaxprorl.checkpoint import Checkpoints, Host, newest_sound_step, read_host, require_space, restore_params, restore_state
 from jaxprorl.compilation import use_compilation_cache
+from jaxprorl.data.domains import choose
 from jaxprorl.data.prompts import check_chat_template
 from jaxprorl.data.splits import Items, Splits, fingerprint, load_items, load_splits
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer

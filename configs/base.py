@@ -156,7 +156,7 @@ def get_config() -> ConfigDict:
 
     # Dynamic sampling: which groups carry a signal. The others are dropped and, up to a cap, replaced.
     c.filtering = ConfigDict()
-    c.filtering.rule = "spread"  # "spread": rewards differ by more than `tolerance`; "accuracy": not all 0, not all 1; "off": keep all
+    c.filtering.rule = "spread"  # "spread": rewards differ by more than `tolerance`; "accuracy": some solved, not all; "off": keep all
     c.filtering.rules = ConfigDict()  # domain -> rule, where it differs
     c.filtering.tolerance = 1e-6  # rewards that lie within it are equal
 
@@ -261,12 +261,14 @@ def get_config() -> ConfigDict:
     c.alarms.stalled_engine.window = 20  # steps of the baseline
     c.alarms.stalled_engine.share = 0.5  # of the baseline's median of completion tokens per second, below which it rings
 
-    # Reward: "module:function", called as function(completion_text, prompt) -> float in [0, 1], in a grader process.
+    # Reward: "module:function", called as function(completion_text, prompt) in a grader process; it returns a finite real number, or a
+    # jaxprorl.rewards.Graded. Or a weighted sum of such names: "my_reward:score + 0.2 * my_reward:brevity".
     c.reward = "jaxprorl.rewards.puzzles:exact"  # 1 or 0; `:continuous` pays partial answers too
     c.grading = ConfigDict()
     c.grading.workers = 1  # grader processes
     c.grading.timeout_s = 5.0  # per completion; over it the worker is killed and the sample counts as grader_error
-    c.grading.max_error_share = 0.05  # grader errors of one step over this share stop the run
+    c.grading.max_error_share = 0.05  # grader errors of one step, validation or evaluation over this share stop the run
+    c.grading.solved_from = 1.0  # an answer is solved from this reward on, unless the reward says so itself (Graded); units of reward
 
     c.validation = ConfigDict()
     c.validation.every_steps = 20  # 0 = never
@@ -276,7 +278,7 @@ def get_config() -> ConfigDict:
     c.evaluation.top_k = 0  # only so many of the likeliest tokens are drawn; 0 = all. Training always draws from all
     c.evaluation.top_p = 1.0  # of those, only the fewest that hold this share of the mass (ProRL section 3.4: 0.95 at temperature 0.6)
     c.evaluation.seed = 20  # of the sampling; the same before and after
-    c.evaluation.reward = "jaxprorl.rewards.puzzles:continuous"  # solved = value 1.0, mean_score = mean value; empty = `reward`
+    c.evaluation.reward = "jaxprorl.rewards.puzzles:continuous"  # rates count solved items, mean_score is the mean; empty = `reward`
 
     c.checkpoint = ConfigDict()
     c.checkpoint.every_steps = 10  # a killed run loses at most so many steps; the last step is always saved

@@ -171,6 +171,7 @@ def _check_numbers(config: ConfigDict) -> None:
     )  # fmt: skip
     planned, most = config.warmstart.skill_updates, config.warmstart.max_skill_updates
     _require(most >= planned, "warmstart.max_skill_updates", most, f"must not be below warmstart.skill_updates = {planned}")
+    _require(math.isfinite(config.grading.solved_from), "grading.solved_from", config.grading.solved_from, "must be a finite number")
     n = config.rollout.samples_per_prompt
     _require(n >= 2, "rollout.samples_per_prompt", n, "group-relative advantages need at least 2 samples per prompt")
 

@@ -166,7 +166,8 @@ def model_card(config: ConfigDict, parameters: int, state: RunState, scores: Map
             f"{how}, scored by `{config.evaluation.reward or config.reward}`.", "",
             "| task | items | before RL | after |", "| --- | --- | --- | --- |",
             *(
-                f"| {row.task} | {row.n:,} | {_rate(row.before, row.before_ci95)} | {_rate(row.after, row.after_ci95)} |"
+                f"| {row.task} | {row.n:,} | {_rate(row.before, row.before_ci95, row.ungraded[0])} "
+                f"| {_rate(row.after, row.after_ci95, row.ungraded[1])} |"
                 for row in gain_rows(scores["before"], scores["after"])
             ),
         ]  # fmt: skip
@@ -186,8 +187,9 @@ def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield prefix + name, value
 
 
-def _rate(rate: float, interval: tuple[float, float]) -> str:
-    return f"{rate:.1%} [{interval[0]:.1%}, {interval[1]:.1%}]"
+def _rate(rate: float | None, interval: tuple[float, float] | None, ungraded: int) -> str:
+    told = "none" if rate is None or interval is None else f"{rate:.1%} [{interval[0]:.1%}, {interval[1]:.1%}]"
+    return f"{told}, {ungraded} ungraded" if ungraded else told
 
 
 def _scores(folder: RunFolder, step: int) -> dict[str, Any]:

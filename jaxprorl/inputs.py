@@ -1,4 +1,4 @@
-"""What a run is given, read and checked before it has a folder or touches a device: its questions, and where its start model is."""
+"""What a run is given, read and checked before it has a folder or touches a device: questions, rewards, and where its start model is."""
 
 from pathlib import Path
 
@@ -9,19 +9,21 @@ from jaxprorl.data.splits import Items, load_items
 from jaxprorl.errors import ConfigError
 from jaxprorl.models import hf
 from jaxprorl.recipe import stage_configs
+from jaxprorl.rewards.trial import try_rewards
 from jaxprorl.run_folder import RunFolder
 
 
 def read_inputs(config: ConfigDict) -> Items:
-    """The questions, once they suffice for every stage and the start model is there.
+    """The questions, once they suffice for every stage, the start model is there and the rewards can grade.
 
     Raises:
-        ConfigError, DataError, ModelError: names the field or file.
+        ConfigError, DataError, ModelError, RewardError: names the field or file.
     """
     head_dim(config)
     items = load_items(config)
     for stage_config in stage_configs(config):
         check_items(stage_config, items)
+    try_rewards(config, choose(items.train, stage_configs(config)[0].data.mix)[0], items.held_out[0])
     return items
 
 

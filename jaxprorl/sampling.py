@@ -13,12 +13,11 @@ from jaxprorl.data.splits import load_splits
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.errors import UserError
 from jaxprorl.models import hf
-from jaxprorl.rewards.pool import GraderPool
 from jaxprorl.rollout.engine import Sampling
 from jaxprorl.rollout.jax_engine import JaxEngine
 from jaxprorl.run_folder import RunFolder
 from jaxprorl.sharding.mesh import param_shardings
-from jaxprorl.start import abstract_params, prepare_devices
+from jaxprorl.start import abstract_params, grader_pool, prepare_devices
 from jaxprorl.types import Completion, Group, Prompt
 
 
@@ -79,7 +78,7 @@ def sample(path: Path, split: str, task: str | None, prompts: int, samples: int,
     reward = config.evaluation.reward or config.reward
     completions: dict[tuple[int, int], Completion] = {}
     by_id = {prompt.prompt_id: prompt for prompt in chosen}
-    with GraderPool(reward, folder.base_model, config.grading.workers, config.grading.timeout_s) as graders:
+    with grader_pool(config, reward, folder) as graders:
         for completion in engine.generate(chosen, Sampling(samples, temperature, seed, step=0)):
             completions[completion.prompt_id, completion.sample] = completion
             graders.submit(by_id[completion.prompt_id], [completion])
@@ -113,4 +112,7 @@ def _config(folder: RunFolder) -> ConfigDict:
         raise SamplingError(
             f"--run {folder.path}: no run there (it has no config.json); runs are in runs/ unless --config.runs_dir says so"
         )
-    return ConfigDict(json.loads(folder.config.read_text()))
+    config = ConfigDict(json.loads(folder.config.read_text()))
+    if "solved_from" not in config.grading:  # a run of before this field, when solved meant a reward of 1
+        config.grading.solved_from = 1.0
+    return config

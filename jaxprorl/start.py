@@ -26,6 +26,8 @@ from jaxprorl.data.splits import Items, Splits, fingerprint, load_items, load_sp
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.errors import CheckpointError, ConfigError
 from jaxprorl.evaluation.harness import evaluate
+from jaxprorl.evaluation.statistics import rate_text
+from jaxprorl.grading import check_graders
 from jaxprorl.inputs import head_dim, is_run, read_inputs
 from jaxprorl.model_folder import check_vocabulary
 from jaxprorl.models import hf
@@ -325,7 +327,7 @@ def abstract_params(model_config: Qwen2Config, shardings: dict[str, Any]) -> dic
 
 def grader_pool(config: ConfigDict, reward: str, folder: RunFolder) -> GraderPool:
     """Grader processes for one reward."""
-    return GraderPool(reward, folder.base_model, config.grading.workers, config.grading.timeout_s)
+    return GraderPool(reward, folder.base_model, config.grading.workers, config.grading.timeout_s, config.grading.solved_from)
 
 
 def params_digest(params: Params) -> str:
@@ -385,11 +387,12 @@ def evaluate_held_out(training: Training, when: str) -> dict[str, Any]:
         phase = f"evaluation {when} ({name})"
         show = partial(recorder.progress.phase, phase)
         prompts = training.splits.held_out
-        results[name] = evaluate(training.exam_engine, training.exam_graders, prompts, sampling, show)
+        check = partial(check_graders, recorder, training.run.step, phase, config.grading.max_error_share)
+        results[name] = evaluate(training.exam_engine, training.exam_graders, prompts, sampling, check, show)
         rates = {task: row["solve_rate"] for task, row in results[name]["per_task"].items()}
-        shown = {"solve_rate": results[name]["solve_rate"], "mean_score": results[name]["mean_score"]}
+        shown = {field: results[name][field] for field in ("solve_rate", "mean_score", "ungraded")}
         recorder.event(training.run.step, "evaluation", when=when, temperature=sampling.temperature, **shown, per_task=rates)
-        recorder.progress.note(f"{phase}: solve rate {shown['solve_rate']:.3f}")
+        recorder.progress.note(f"{phase}: solve rate {rate_text(shown)}")
     return results | {"time_s": time.perf_counter() - started_s}
 
 

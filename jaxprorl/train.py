@@ -20,11 +20,12 @@ from jaxprorl.checkpoint import Host, read_host
 from jaxprorl.commit import committed_steps
 from jaxprorl.compilation import no_compilation
 from jaxprorl.config import validate
-from jaxprorl.errors import GraderError, NonFiniteError
+from jaxprorl.errors import NonFiniteError
 from jaxprorl.evaluation.harness import evaluate, first_per_task
 from jaxprorl.evaluation.report import write_report
 from jaxprorl.evaluation.summary import build_summary, peak_memory_bytes, write_summary
 from jaxprorl.export import write_model
+from jaxprorl.grading import check_graders
 from jaxprorl.inputs import read_inputs
 from jaxprorl.monitoring.alarms import AlarmError, Paused
 from jaxprorl.monitoring.profile import start_trace, stop_trace
@@ -34,7 +35,6 @@ from jaxprorl.resets.controller import gauges
 from jaxprorl.resets.optimizer import what_is_reset
 from jaxprorl.resets.stages import RESET, what_resets
 from jaxprorl.resets.triggers import Firing
-from jaxprorl.rewards.pool import error_share
 from jaxprorl.rollout import surplus
 from jaxprorl.rollout.collect import Rollout, RolloutBatch
 from jaxprorl.rollout.engine import exam_sampling
@@ -128,7 +128,7 @@ def run_stage(training: Training, preemption: Preemption) -> None:
         state, run = reset_if_due(training, step, state, run)
 
         batch = rollout.finish()
-        check_graders(training, step, batch)
+        check_batch(training, step, batch)
         dispatched_s = time.perf_counter()
         shared = setting.compute.shared_prompts
         packed = host_batch(config, batch.trained, shared)
@@ -299,19 +299,11 @@ def end(training: Training, number: int, alarm: Firing) -> NoReturn:
     )
 
 
-def check_graders(training: Training, step: int, batch: RolloutBatch) -> None:
+def check_batch(training: Training, step: int, batch: RolloutBatch) -> None:
     """Logs grader errors, warns at the cap, and stops the run when too many samples have no score."""
     config, recorder = training.config, training.recorder
     scores = [score for group in batch.groups for score in group.scores]
-    share = error_share(scores)
-    if share:
-        failed = [score for score in scores if score.outcome == "grader_error"]
-        recorder.event(step, "grader_errors", count=len(failed), share=share, examples=[score.detail for score in failed[:3]])
-        if share > config.grading.max_error_share:
-            raise GraderError(
-                f"step {step}: {len(failed)} of {len(scores)} samples could not be graded (first: {failed[0].detail}), more than "
-                f"grading.max_error_share = {config.grading.max_error_share}; mend the reward, or raise the field"
-            )
+    check_graders(recorder, step, "step", config.grading.max_error_share, scores)
     kept = len(batch.trained)
     if kept < config.batch.prompts:
         recorder.event(step, "cap_reached", drawn=len(batch.groups), kept=kept, wanted=config.batch.prompts)
@@ -345,12 +337,13 @@ def validate_policy(training: Training, step: int) -> dict[str, float]:
     if not config.validation.every_steps or (step + 1) % config.validation.every_steps:
         return {}
     prompts = first_per_task(training.splits.validation, config.validation.items_per_task)
-    result = evaluate(training.exam_engine, training.exam_graders, prompts, exam_sampling(config))
+    check = partial(check_graders, training.recorder, step, "validation", config.grading.max_error_share)
+    result = evaluate(training.exam_engine, training.exam_graders, prompts, exam_sampling(config), check)
     rates = {task: row["solve_rate"] for task, row in result["per_task"].items()}
-    training.recorder.event(step, "validation", solve_rate=result["solve_rate"], mean_score=result["mean_score"], per_task=rates)
-    shown = {f"validation.{name}": result[name] for name in ("solve_rate", "mean_score", "completion_tokens")}
-    shown["validation.items"] = result["n"]
-    return shown | {f"validation.{task}": rate for task, rate in rates.items()}
+    told = {name: result[name] for name in ("solve_rate", "mean_score", "ungraded")}
+    training.recorder.event(step, "validation", **told, per_task=rates)
+    shown = told | {"completion_tokens": result["completion_tokens"], "items": result["n"]} | rates
+    return {f"validation.{name}": value for name, value in shown.items() if value is not None}  # metrics are numbers: no rate, no entry
 
 
 def finished(config: ConfigDict, folder: RunFolder) -> dict[str, Any] | None:

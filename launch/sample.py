@@ -31,7 +31,7 @@ def panel(group: Group, tokenizer: Tokenizer) -> Panel:
         if completion.finish_reason == "length":
             text.append(" … (cut at the longest length)", style="dim")
         if score.outcome == "scored":
-            value = Text(f"{score.value:.2f}", style="green" if score.value >= 1 else "red")
+            value = Text(f"{score.value:.2f}", style="green" if score.solved else "red")
         else:
             value = Text("error", style="bold red")
             text.append(f"\n{score.detail}", style="red")
@@ -67,9 +67,12 @@ def main() -> int:
     console = Console()
     for group in sampled.groups:
         console.print(panel(group, sampled.tokenizer))
-    values = [score.value for group in sampled.groups for score in group.scores if score.outcome == "scored"]
-    solved = sum(value >= 1 for value in values)
+    scores = [score for group in sampled.groups for score in group.scores]
+    values = [score.value for score in scores if score.outcome == "scored"]
+    solved = sum(score.solved for score in scores)
     mean = f", mean {sum(values) / len(values):.3f}" if values else ""
+    if len(scores) > len(values):
+        mean += f", {len(scores) - len(values)} ungraded"
     console.print(
         Text(f"{args.run}, step {sampled.step}, {args.split}, temperature {args.temperature:g}, seed {args.seed}, {sampled.reward}: "
              f"{solved} of {len(values)} solved{mean}")

@@ -1,7 +1,7 @@
 """Small models, configs, prompts and groups for tests: one place, no randomness that a library update could change."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,9 @@ from hypothesis import settings
 from ml_collections import ConfigDict
 
 from configs import base
+from jaxprorl.evaluation.statistics import solve_summary
 from jaxprorl.models.qwen2 import Qwen2Config, declarations
+from jaxprorl.rewards.graded import is_solved
 from jaxprorl.types import Completion, Group, Prompt, Score
 
 PROPERTY = settings(deadline=None, derandomize=True)  # the same examples every time, however busy the machine
@@ -77,7 +79,13 @@ def make_prompt(prompt_id: int, token_ids: Sequence[int] = (5, 6, 7), task: str 
 
 
 def make_score(value: float, outcome: str = "scored") -> Score:
-    return Score(value, outcome == "scored" and value >= 1, outcome, "test:grader", "0", 0.0)  # type: ignore[arg-type]
+    return Score(value, outcome == "scored" and is_solved(float(value), None, 1.0), outcome, "test:grader", "0", 0.0)  # type: ignore[arg-type]
+
+
+def summary_of(values: Mapping[str, Sequence[float | None]]) -> dict[str, Any]:
+    """A `solve_summary` of these rewards by task; None is a grader error."""
+    scores = {task: [make_score(0.0, "grader_error") if v is None else make_score(v) for v in row] for task, row in values.items()}
+    return solve_summary(scores)
 
 
 def make_group(

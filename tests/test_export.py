@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
-from factories import random_params, tiny_config, tiny_model
+from factories import random_params, summary_of, tiny_config, tiny_model
 from ml_collections import ConfigDict
 from model_folders import edit_json, shardings
 from safetensors.numpy import load_file
@@ -25,7 +25,6 @@ from jaxprorl.checkpoint import Checkpoints
 from jaxprorl.config import to_json
 from jaxprorl.data.tokenizer import load_tokenizer
 from jaxprorl.errors import CheckpointError, ModelError
-from jaxprorl.evaluation.statistics import solve_summary
 from jaxprorl.export import export, model_card, write_model
 from jaxprorl.models import hf
 from jaxprorl.models.hf.config import config_json
@@ -38,8 +37,8 @@ from jaxprorl.warmstart.tokenizer import build_tokenizer
 MODEL = tiny_model(vocab_size=320)
 CONFIG = tiny_config(run_name="small", checkpoint__keep=3, model__path="models/R1-Distill")
 SCORES = {
-    "before": solve_summary({"sums": [1, 0, 0, 0], "words": [0, 0, 0, 0]}),
-    "after": solve_summary({"sums": [1, 1, 1, 0], "words": [1, 0, 0, 0]}),
+    "before": summary_of({"sums": [1, 0, 0, 0], "words": [0, 0, 0, 0]}),
+    "after": summary_of({"sums": [1, 1, 1, 0], "words": [1, 0, 0, 0]}),
 }
 SCRIPT = str(tiny_run.ROOT / "launch/export_hf.py")
 

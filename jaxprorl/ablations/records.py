@@ -63,17 +63,25 @@ class Record:
         """The metric by which arms are compared, one of `plan.METRICS`.
 
         Raises:
-            DataError: the run had no validation.
+            DataError: the run had no validation, or none of the items could be graded.
         """
         side, field = name.split(".")
         if side == "validation":
             found = [row["validation.solve_rate"] for row in self.rows if "validation.solve_rate" in row]
             if not found:
-                raise DataError(f"{self.folder}: no validation in {len(self.rows)} steps; lower validation.every_steps in fields")
+                raise DataError(f"{self.folder}: no graded validation in {len(self.rows)} steps; lower validation.every_steps in fields")
             return float(found[-1])
-        if field == "greedy_solve_rate":
-            return float(self.summary["greedy"]["after"]["solve_rate"])
-        return float(self.summary["after"][field])
+        after = self.summary["greedy"]["after"] if field == "greedy_solve_rate" else self.summary["after"]
+        value = after["solve_rate" if field == "greedy_solve_rate" else field]
+        if value is None:
+            raise DataError(f"{self.folder}: no {name}, its {after['ungraded']} items could not be graded; mend the reward")
+        return float(value)
+
+    @property
+    def ungraded(self) -> int:
+        """Items of all evaluations and validations that are in no rate; 0 in the files of runs that did not count them."""
+        evaluations = (self.summary["before"], self.summary["after"], *self.summary["greedy"].values())
+        return sum(result.get("ungraded", 0) for result in evaluations) + self.total("validation.ungraded")
 
 
 @dataclass(frozen=True)

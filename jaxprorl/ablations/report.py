@@ -193,7 +193,9 @@ def _cost_line(cost: Cost) -> str:
 
 def _cell(value: Any) -> str:
     return (
-        f"{value:.4g}" if isinstance(value, float) else escape(f"{value:,}" if isinstance(value, int) and value >= 10_000 else str(value))
+        f"{value:.4g}"
+        if isinstance(value, float)
+        else escape(f"{value:,}" if isinstance(value, int) and value >= 10_000 else "none" if value is None else str(value))
     )
 
 

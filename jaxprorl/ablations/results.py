@@ -17,9 +17,9 @@ from jaxprorl.ablations.runs import Home, Run, all_runs, makes_start, planned_st
 from jaxprorl.evaluation.page import write_page
 
 COLUMNS = (
-    "run", "arm", "seed", "state", "error", "metric", "held_out_before", "held_out_after", "validation_last", "steps", "updates", "prompts",
-    "groups_drawn", "groups_kept", "resets", "completion_tokens", "validation_tokens", "spent", "time_rl_s", "time_total_s",
-    "start_digest", "start_fields_digest",
+    "run", "arm", "seed", "state", "error", "metric", "held_out_before", "held_out_after", "validation_last", "ungraded", "steps",
+    "updates", "prompts", "groups_drawn", "groups_kept", "resets", "completion_tokens", "validation_tokens", "spent", "time_rl_s",
+    "time_total_s", "start_digest", "start_fields_digest",
 )  # fmt: skip
 
 
@@ -106,6 +106,7 @@ def _row(plan: Plan, record: Record) -> dict[str, Any]:
         "held_out_before": summary["before"]["solve_rate"],
         "held_out_after": summary["after"]["solve_rate"],
         "validation_last": validations[-1] if validations else "",
+        "ungraded": record.ungraded,
         "steps": record.end["steps"],
         "updates": record.total("updates"),
         "prompts": spent["prompts"],

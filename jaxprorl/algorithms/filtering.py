@@ -1,4 +1,7 @@
-"""Dynamic sampling: which groups carry a learning signal (DAPO, arXiv 2503.14476, section 3.2; ProRL, section 2.3)."""
+"""Dynamic sampling: which groups carry a learning signal (DAPO, arXiv 2503.14476, section 3.2; ProRL, section 2.3).
+
+"spread" reads the rewards, which may be any finite numbers. "accuracy" reads which answers are solved, and no reward.
+"""
 
 from collections.abc import Callable
 
@@ -17,22 +20,10 @@ def has_spread(reward_PN: np.ndarray, mask_PN: np.ndarray, tolerance: float) -> 
     return highest_P - lowest_P > tolerance
 
 
-def has_mixed_accuracy(reward_PN: np.ndarray, mask_PN: np.ndarray) -> np.ndarray:
-    """keep_P: True where some counted answers are right and some wrong: the papers' rule, for rewards of exactly 0 and 1.
-
-    Raises:
-        ValueError: a counted reward is another number.
-    """
+def has_mixed_accuracy(solved_PN: np.ndarray, mask_PN: np.ndarray) -> np.ndarray:
+    """keep_P: True where some counted answers are solved and some are not: the papers' rule, whatever the rewards are."""
     counted = np.asarray(mask_PN) > 0
-    reward_PN = np.asarray(reward_PN, np.float64)
-    wrong = np.argwhere(counted & (reward_PN != 0) & (reward_PN != 1))
-    if len(wrong):
-        p, n = wrong[0]
-        value = reward_PN[p, n]
-        raise ValueError(
-            f'reward of group {p}, sample {n} is {value}; filtering by "accuracy" needs 0 or 1, continuous rewards need "spread"'
-        )
-    right_P = (counted & (reward_PN == 1)).sum(axis=1)
+    right_P = (counted & np.asarray(solved_PN, bool)).sum(axis=1)
     return (right_P > 0) & (right_P < counted.sum(axis=1))
 
 
@@ -41,14 +32,14 @@ def keep_all(reward_PN: np.ndarray, mask_PN: np.ndarray) -> np.ndarray:
     return np.ones(len(reward_PN), bool)
 
 
-# Rules by name; each takes reward_PN, mask_PN and the tolerance.
-FILTERS: dict[str, Callable[[np.ndarray, np.ndarray, float], np.ndarray]] = {
-    "spread": has_spread,
-    "accuracy": lambda reward_PN, mask_PN, tolerance: has_mixed_accuracy(reward_PN, mask_PN),
-    "off": lambda reward_PN, mask_PN, tolerance: keep_all(reward_PN, mask_PN),
+# Rules by name; each takes reward_PN, solved_PN, mask_PN and the tolerance.
+FILTERS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray, float], np.ndarray]] = {
+    "spread": lambda reward_PN, solved_PN, mask_PN, tolerance: has_spread(reward_PN, mask_PN, tolerance),
+    "accuracy": lambda reward_PN, solved_PN, mask_PN, tolerance: has_mixed_accuracy(solved_PN, mask_PN),
+    "off": lambda reward_PN, solved_PN, mask_PN, tolerance: keep_all(reward_PN, mask_PN),
 }
 
 
-def keeps_signal(kind: str, reward_PN: np.ndarray, mask_PN: np.ndarray, tolerance: float) -> np.ndarray:
-    """keep_P: which groups to train on, by a rule of `FILTERS`; only "spread" reads the tolerance."""
-    return FILTERS[kind](reward_PN, mask_PN, tolerance)
+def keeps_signal(kind: str, reward_PN: np.ndarray, solved_PN: np.ndarray, mask_PN: np.ndarray, tolerance: float) -> np.ndarray:
+    """keep_P: which groups to train on, by a rule of `FILTERS`; only "spread" reads the rewards and the tolerance."""
+    return FILTERS[kind](reward_PN, solved_PN, mask_PN, tolerance)

@@ -168,8 +168,12 @@ def gains_svg(rows: Sequence[GainRow]) -> str:
         figure = Figure(figsize=(9.2, 0.62 + 0.42 * len(rows)), layout="constrained")
         axes = figure.add_subplot()
         for place, row in enumerate(rows):
-            axes.plot([100 * row.before, 100 * row.after], [place, place], color=GRID, linewidth=6, solid_capstyle="round", zorder=1)
-            for value, (low, high), colour in ((row.before, row.before_ci95, BEFORE), (row.after, row.after_ci95, AFTER)):
+            if row.before is not None and row.after is not None:
+                axes.plot([100 * row.before, 100 * row.after], [place, place], color=GRID, linewidth=6, solid_capstyle="round", zorder=1)
+            for value, interval, colour in ((row.before, row.before_ci95, BEFORE), (row.after, row.after_ci95, AFTER)):
+                if value is None or interval is None:  # nothing was graded
+                    continue
+                low, high = interval
                 axes.plot([100 * low, 100 * high], [place, place], color=colour, linewidth=2.2, zorder=2)
                 axes.plot([100 * value], [place], "o", color=colour, markersize=7.5, zorder=3, label=None)
         axes.set_yticks(range(len(rows)), [row.task for row in rows])
@@ -178,5 +182,6 @@ def gains_svg(rows: Sequence[GainRow]) -> str:
         axes.set_xlabel("held-out items solved, % (grey: before RL, blue: after; bars: 95 % intervals)")
         axes.grid(axis="y", visible=False)
         axes.tick_params(axis="y", length=0)
-        words = "; ".join(f"{row.task} from {100 * row.before:.1f} to {100 * row.after:.1f} percent" for row in rows)
+        rates = ((row, ["none" if rate is None else f"{100 * rate:.1f}" for rate in (row.before, row.after)]) for row in rows)
+        words = "; ".join(f"{row.task} from {before} to {after} percent" for row, (before, after) in rates)
         return svg_element(figure, "gains", f"Solve rates before and after RL: {words}")

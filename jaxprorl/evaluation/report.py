@@ -40,10 +40,11 @@ def _seconds(value: float) -> str:
 
 
 def _tiles(summary: Mapping[str, Any], total: GainRow) -> str:
-    low, high = (100 * bound for bound in total.gain_ci95)
-    tiles = [
-        (f"{100 * total.before:.1f} → {100 * total.after:.1f} %", f"held-out items solved, n = {total.n}"),
-        (f"{100 * total.gain:+.1f}", f"points gained, 95 % interval {low:+.1f} to {high:+.1f}"),
+    tiles = [(f"{percent(total.before)} → {percent(total.after)}", f"held-out items solved, n = {total.n}{_ungraded(total.ungraded)}")]
+    if total.gain is not None and total.gain_ci95 is not None:
+        low, high = (100 * bound for bound in total.gain_ci95)
+        tiles.append((f"{100 * total.gain:+.1f}", f"points gained, 95 % interval {low:+.1f} to {high:+.1f}"))
+    tiles += [
         (f"{summary['steps']}", f"RL steps, {summary['resets']} reset{'' if summary['resets'] == 1 else 's'}"),
         (_seconds(summary["seconds"]["rl"]), f"of RL; {_seconds(summary['seconds']['total'])} in all"),
         (f"{summary['completion_tokens_per_s']:,.0f}", "sampled tokens per second"),
@@ -54,23 +55,37 @@ def _tiles(summary: Mapping[str, Any], total: GainRow) -> str:
     )
 
 
+def percent(share: float | None) -> str:
+    """A share as text."""
+    return "none graded" if share is None else f"{100 * share:.1f} %"
+
+
+def _ungraded(counts: tuple[int, int]) -> str:
+    """How many items before and after are in no rate, as the end of a sentence; empty where all are."""
+    return f"; ungraded {counts[0]} → {counts[1]}" if any(counts) else ""
+
+
 def _gain_table(rows: Sequence[GainRow]) -> str:
-    def rate(value: float, interval: tuple[float, float], form: str = ".1f") -> str:
-        return f"{100 * value:{form}} <small>[{100 * interval[0]:{form}}, {100 * interval[1]:{form}}]</small>"
+    def rate(value: float | None, interval: tuple[float, float] | None, form: str = ".1f", ungraded: int = 0) -> str:
+        told = "none"
+        if value is not None and interval is not None:
+            told = f"{100 * value:{form}} <small>[{100 * interval[0]:{form}}, {100 * interval[1]:{form}}]</small>"
+        return told + (f" <small>{ungraded} ungraded</small>" if ungraded else "")
+
+    def pair(first: float | None, second: float | None, scale: float, form: str) -> str:
+        shown = ["none" if value is None else f"{scale * value:{form}}" for value in (first, second)]
+        return "" if first is None and second is None else " → ".join(shown)
 
     body = []
     for row in rows:
-        greedy = (
-            "" if row.greedy_before is None or row.greedy_after is None else f"{100 * row.greedy_before:.1f} → {100 * row.greedy_after:.1f}"
-        )
         cells = [
             escape(row.task),
-            rate(row.before, row.before_ci95),
-            rate(row.after, row.after_ci95),
+            rate(row.before, row.before_ci95, ungraded=row.ungraded[0]),
+            rate(row.after, row.after_ci95, ungraded=row.ungraded[1]),
             rate(row.gain, row.gain_ci95, "+.1f"),
-            '<span class="good">yes</span>' if row.clear and row.gain > 0 else "no",
-            f"{row.mean_before:.3f} → {row.mean_after:.3f}",
-            greedy,
+            '<span class="good">yes</span>' if row.clear and row.gain is not None and row.gain > 0 else "no",
+            pair(row.mean_before, row.mean_after, 1, ".3f"),
+            f"{pair(row.greedy_before, row.greedy_after, 100, '.1f')}<small>{_ungraded(row.greedy_ungraded)}</small>",
             str(row.n),
         ]
         body.append(f"<tr{' class=all' if row.task == 'all' else ''}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
@@ -81,7 +96,8 @@ def _gain_table(rows: Sequence[GainRow]) -> str:
         f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
         '<p class="soft">Same items before and after, one sample each at the evaluation temperature; greedy decoding beside it. In '
         "brackets: 95 % Wilson intervals, for the gain Newcombe's, which treats the two samples as independent. “Intervals apart”: the "
-        "gain is positive and the two intervals do not touch.</p>"
+        "gain is positive and the two intervals do not touch. Rates count solved items, the mean score is the mean reward; “ungraded” "
+        "items, whose grader failed, are in neither.</p>"
     )
 
 
@@ -95,8 +111,7 @@ def _explanation(warm_start: Mapping[str, Any] | None, total: GainRow | None) ->
     if share is not None and total is not None:
         parts.append(
             f"<p>In numbers: {100 * share:.0f} % of the demonstrations of the last supervised phase were careless (no work shown, wrong "
-            f"answer). The policy then solved {100 * total.before:.1f} % of the held-out items; after RL it solves "
-            f"{100 * total.after:.1f} %.</p>"
+            f"answer). The policy then solved {percent(total.before)} of the held-out items; after RL it solves {percent(total.after)}.</p>"
         )
     return "".join(parts) + facts((name, value) for name, value in warm_start.items() if name != "explanation")
 
@@ -123,7 +138,12 @@ def _stages(rows: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any
     cells = []
     for begun in (event for event in events if event["kind"] == "stage"):
         steps = [row for row in rows if row.get("stage") == begun["number"]]
-        rates = [row["validation.solve_rate"] for row in steps if "validation.solve_rate" in row]
+        rates = [
+            f"{100 * row['validation.solve_rate']:.1f}"
+            + (f" ({row['validation.ungraded']} ungraded)" if row.get("validation.ungraded") else "")
+            for row in steps
+            if "validation.solve_rate" in row
+        ]
         cells.append(
             [
                 str(begun["number"]),
@@ -132,7 +152,7 @@ def _stages(rows: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any
                 "; ".join(f"{escape(field)} = {text(value)}" for field, value in begun["changes"].items()) or "nothing",
                 "yes" if resets.get(begun["step"]) == f"stage {begun['name']}" else "no",
                 escape(ends[begun["number"]]["reason"]) if begun["number"] in ends else "with the run",
-                f"{100 * rates[-1]:.1f}" if rates else "",
+                rates[-1] if rates else "",
             ]
         )
     if not cells:
@@ -159,13 +179,17 @@ def _events(events: Sequence[Mapping[str, Any]]) -> str:
         if event["kind"] in _LISTED
     ]
     validations = [
-        [str(event["step"]), *(f"{event[name]:.3f}" if name in event else "" for name in ("solve_rate", "mean_score"))]
+        [
+            str(event["step"]),
+            *("none" if event.get(name) is None else f"{event[name]:.3f}" for name in ("solve_rate", "mean_score")),
+            str(event.get("ungraded") or ""),
+        ]
         for event in events
         if event["kind"] == "validation"
     ]
     out = f"<p>Counts: {said}.{extra}</p>" + table(("step", "event", "what"), listed, frozenset({1, 2}))
     if validations:
-        shown = table(("step", "solve rate", "mean score"), validations)
+        shown = table(("step", "solve rate", "mean score", "ungraded"), validations)
         out += f"<details><summary>{len(validations)} validations</summary>{shown}</details>"
     return out
 
@@ -211,8 +235,8 @@ def render(run_dir: str | os.PathLike[str]) -> str:
         total = gains[-1]
         verdict = "the intervals do not touch" if total.clear else "the intervals touch: this run cannot tell the two apart"
         body.append(
-            f'<p class="lead">Reinforcement learning with verifiable rewards took the policy from {100 * total.before:.1f} % to '
-            f"{100 * total.after:.1f} % of the held-out items ({verdict}).</p>"
+            f'<p class="lead">Reinforcement learning with verifiable rewards took the policy from {percent(total.before)} to '
+            f"{percent(total.after)} of the held-out items ({verdict}{_ungraded(total.ungraded)}).</p>"
         )
         body.append(_tiles(summary, total))
     else:

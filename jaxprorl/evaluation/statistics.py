@@ -1,4 +1,7 @@
-"""Solve rates with honest intervals. Pure Python, no dependencies: these numbers decide whether a gain may be called one."""
+"""Solve rates with honest intervals. Pure Python: these numbers decide whether a gain may be called one.
+
+Rates and intervals count solved items, mean scores are of rewards. Items whose grader failed are in neither; they are counted beside them.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,7 +9,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
-SOLVED = 1.0 - 1e-9  # a score from here on counts as solved; graders that average floats may miss 1.0 by rounding
+from jaxprorl.types import Score
 
 
 def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -51,58 +54,73 @@ def intervals_touch(a: Sequence[float], b: Sequence[float]) -> bool:
     return a[0] <= b[1] and b[0] <= a[1]
 
 
-def _summary(values: Sequence[float]) -> dict[str, Any]:
-    solved = sum(1 for value in values if value >= SOLVED)
+def _summary(scores: Sequence[Score]) -> dict[str, Any]:
+    values = [score.value for score in scores if score.outcome == "scored"]
+    solved, n = sum(score.solved for score in scores), len(values)
     return {
-        "solve_rate": solved / len(values),
-        "mean_score": math.fsum(values) / len(values),
-        "ci95": list(wilson_interval(solved, len(values))),
-        "n": len(values),
+        "solve_rate": solved / n if n else None,
+        "mean_score": math.fsum(values) / n if n else None,
+        "ci95": list(wilson_interval(solved, n)) if n else None,
+        "n": n,
+        "ungraded": len(scores) - n,
     }
 
 
-def solve_summary(scores: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Summarises task -> scores of its items (each in [0, 1], 1 = solved).
+def solve_summary(scores: Mapping[str, Sequence[Score]]) -> dict[str, Any]:
+    """Summarises task -> scores of its items.
 
     Returns:
-        {"solve_rate", "mean_score", "ci95": [low, high], "n", "per_task": {task: the same four}}; the total pools all items.
+        {"solve_rate", "mean_score", "ci95": [low, high], "n", "ungraded", "per_task": {task: the same five}}; the total pools all items.
+        `n` counts graded items; where it is 0, the first three are None.
 
     Raises:
-        ValueError: no task, a task without items, or a score that is not finite (names the task).
+        ValueError: no task, a task without items, or a reward that is not finite (names the task).
     """
     if not scores:
         raise ValueError("no task to summarise")
     for task, values in scores.items():
-        if not len(values):
-            raise ValueError(f"task {task!r} has no scored item")
-        if not all(math.isfinite(value) for value in values):
+        if not values:
+            raise ValueError(f"task {task!r} has no item")
+        if not all(math.isfinite(score.value) for score in values):
             raise ValueError(f"task {task!r} has a score that is not finite")
-    plain = {task: [float(value) for value in scores[task]] for task in sorted(scores)}
-    everything = [value for values in plain.values() for value in values]
-    return {**_summary(everything), "per_task": {task: _summary(values) for task, values in plain.items()}}
+    everything = [score for task in sorted(scores) for score in scores[task]]
+    return {**_summary(everything), "per_task": {task: _summary(scores[task]) for task in sorted(scores)}}
+
+
+def rate_text(result: Mapping[str, Any]) -> str:
+    """The solve rate of a `solve_summary` (or of a part of one) in words: `0.250`, `0.250 (3 ungraded)` or `none (400 ungraded)`."""
+    rate = "none" if result["solve_rate"] is None else f"{result['solve_rate']:.3f}"
+    return f"{rate} ({result['ungraded']} ungraded)" if result["ungraded"] else rate
 
 
 @dataclass(frozen=True)
 class GainRow:
     """One row of a before/after table; rates are shares, `task` is "all" for the pooled row.
 
-    `gain_ci95` belongs to `after - before`; `clear` says that the two 95 % intervals do not touch. Greedy rates are None when
-    greedy decoding was not evaluated.
+    `gain_ci95` belongs to `after - before`; `clear` says that the two 95 % intervals do not touch. Whatever an evaluation without a graded
+    item would have to tell is None, and so are greedy rates when greedy decoding was not evaluated.
+
+    Attributes:
+        n: graded items after.
+        ungraded: of the sampled evaluations before and after, items in no rate.
+        greedy_ungraded: the same of the greedy ones.
     """
 
     task: str
-    before: float
-    before_ci95: tuple[float, float]
-    after: float
-    after_ci95: tuple[float, float]
-    gain: float
-    gain_ci95: tuple[float, float]
+    before: float | None
+    before_ci95: tuple[float, float] | None
+    after: float | None
+    after_ci95: tuple[float, float] | None
+    gain: float | None
+    gain_ci95: tuple[float, float] | None
     clear: bool
-    mean_before: float
-    mean_after: float
+    mean_before: float | None
+    mean_after: float | None
     n: int
     greedy_before: float | None
     greedy_after: float | None
+    ungraded: tuple[int, int]
+    greedy_ungraded: tuple[int, int]
 
 
 def gain_rows(
@@ -113,39 +131,49 @@ def gain_rows(
 ) -> list[GainRow]:
     """Rows per task, then "all", from two results of `solve_summary` (or the same parts of `summary.json`).
 
+    Summaries of an older version have no `ungraded`: their grader errors are zeros in the rates.
+
     Raises:
         ValueError: the tasks of before and after differ.
     """
     if set(before["per_task"]) != set(after["per_task"]):
         raise ValueError(f"tasks differ: before {sorted(before['per_task'])}, after {sorted(after['per_task'])}")
+    sides = [before, after, greedy_before or {"per_task": {}}, greedy_after or {"per_task": {}}]
+    rows = [_gain_row(task, [side["per_task"].get(task) for side in sides]) for task in before["per_task"]]
+    return [*rows, _gain_row("all", [_pooled(side) for side in sides])]
 
-    def row(task: str, b: Mapping[str, Any], a: Mapping[str, Any], n: tuple[int, int], greedy: list[float | None]) -> GainRow:
-        counts = round(b["solve_rate"] * n[0]), n[0], round(a["solve_rate"] * n[1]), n[1]
-        ci_before, ci_after = tuple(b["ci95"]), tuple(a["ci95"])
-        return GainRow(
-            task,
-            b["solve_rate"],
-            ci_before,
-            a["solve_rate"],
-            ci_after,
-            a["solve_rate"] - b["solve_rate"],
-            newcombe_difference_interval(*counts),
-            not intervals_touch(ci_before, ci_after),
-            b["mean_score"],
-            a["mean_score"],
-            n[1],
-            greedy[0],
-            greedy[1],
-        )
 
-    def greedy_of(pick: Any) -> list[float | None]:
-        return [None if g is None else pick(g) for g in (greedy_before, greedy_after)]
+def _pooled(result: Mapping[str, Any]) -> dict[str, Any] | None:
+    parts = result["per_task"].values()
+    counts = {"n": sum(part["n"] for part in parts), "ungraded": sum(part.get("ungraded", 0) for part in parts)}
+    return {**result, **counts} if parts else None
 
-    rows = []
-    for task, b in before["per_task"].items():
-        a = after["per_task"][task]
-        greedy = greedy_of(lambda g, task=task: g["per_task"][task]["solve_rate"] if task in g["per_task"] else None)
-        rows.append(row(task, b, a, (b["n"], a["n"]), greedy))
-    totals = tuple(sum(part["n"] for part in side["per_task"].values()) for side in (before, after))
-    rows.append(row("all", before, after, (totals[0], totals[1]), greedy_of(lambda g: g["solve_rate"])))
-    return rows
+
+def _gain_row(task: str, parts: Sequence[Mapping[str, Any] | None]) -> GainRow:
+    before, after, greedy_before, greedy_after = (part or _NOTHING for part in parts)
+    rates = before["solve_rate"], after["solve_rate"]
+    intervals = [None if part["ci95"] is None else (part["ci95"][0], part["ci95"][1]) for part in (before, after)]
+    gain = gain_ci95 = None
+    if None not in rates:
+        gain = rates[1] - rates[0]
+        gain_ci95 = newcombe_difference_interval(round(rates[0] * before["n"]), before["n"], round(rates[1] * after["n"]), after["n"])
+    return GainRow(
+        task=task,
+        before=rates[0],
+        before_ci95=intervals[0],
+        after=rates[1],
+        after_ci95=intervals[1],
+        gain=gain,
+        gain_ci95=gain_ci95,
+        clear=intervals[0] is not None and intervals[1] is not None and not intervals_touch(intervals[0], intervals[1]),
+        mean_before=before["mean_score"],
+        mean_after=after["mean_score"],
+        n=after["n"],
+        greedy_before=greedy_before["solve_rate"],
+        greedy_after=greedy_after["solve_rate"],
+        ungraded=(before.get("ungraded", 0), after.get("ungraded", 0)),
+        greedy_ungraded=(greedy_before.get("ungraded", 0), greedy_after.get("ungraded", 0)),
+    )
+
+
+_NOTHING: Mapping[str, Any] = {"solve_rate": None, "mean_score": None, "ci95": None, "n": 0}

@@ -14,12 +14,17 @@ _SECONDS = ("warm_start", "rl", "evaluation", "total")
 
 
 def _side(name: str, result: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a `solve_summary` that the file holds; the total's n is the sum over tasks and not repeated."""
+    """The part of a `solve_summary` that the file holds; the total's n is the sum over tasks and not repeated.
+
+    An `evaluation_before.json` of an older version has no `ungraded`: its grader errors are zeros in the rates.
+    """
     try:
         per_task = {
-            task: {key: part[key] for key in ("solve_rate", "mean_score", "ci95", "n")} for task, part in result["per_task"].items()
+            task: {key: part[key] for key in ("solve_rate", "mean_score", "ci95", "n")} | {"ungraded": part.get("ungraded", 0)}
+            for task, part in result["per_task"].items()
         }
-        return {**{key: result[key] for key in ("solve_rate", "mean_score", "ci95")}, "per_task": per_task}
+        total = {key: result[key] for key in ("solve_rate", "mean_score", "ci95")} | {"ungraded": result.get("ungraded", 0)}
+        return total | {"per_task": per_task}
     except KeyError as error:
         raise ValueError(f"{name} lacks the field {error}: pass a result of solve_summary") from error
 

@@ -26,7 +26,11 @@ EVENTS: dict[str, tuple[str, str]] = {
         "cache_bytes? {group size: of the embedded engine's cache, all devices together}, "
         "temporary_bytes? {group size: what that engine takes beside cache and weights, the compiler's estimate per device}",
     ),
-    "evaluation": ("held-out split graded", "when (before or after), temperature, solve_rate, mean_score, per_task?"),
+    "evaluation": (
+        "held-out split graded",
+        "when (before or after), temperature, solve_rate and mean_score (of graded items; null without any), ungraded (items), "
+        "per_task? {task: solve_rate}",
+    ),
     "stage": (
         "a stage begins, right before this step",
         "number (from 1), name, reason (how the one before ended), changes {field: value}, micro_batch_rows, "
@@ -55,8 +59,11 @@ EVENTS: dict[str, tuple[str, str]] = {
         "policy_version; of workers: bytes? (of the weights), probe_nats?, probe_mean_nats? (largest and mean difference "
         "to the trainer's log-probs), lost_workers? (since the swap before), time_swap_s?, time_load_s? (of the slowest)",
     ),
-    "validation": ("validation split graded", "solve_rate, mean_score, per_task?"),
-    "grader_errors": ("samples without a score", "count, share, graders?, examples?"),
+    "validation": ("validation split graded", "solve_rate, mean_score, ungraded, per_task? (as of evaluation)"),
+    "grader_errors": (
+        "samples without a score",
+        "of (step, validation, evaluation before, ...), count, share, examples? (what the graders said)",
+    ),
     "checkpoint": ("a checkpoint was written", "checkpoint_step?, bytes?, time_s?"),
     "interrupted": ("a signal stopped the run after this step", "signal"),
     "device_memory": ("peak since this process began, where the platform tells", "peak_bytes [per device]"),

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from jaxprorl.evaluation.statistics import GainRow, gain_rows
+from jaxprorl.evaluation.statistics import GainRow, gain_rows, rate_text
 
 # (label in the panel, label in a plain line, metric, format)
 _SHOWN = (
@@ -58,6 +58,12 @@ def _show(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _validation(metrics: Mapping[str, float]) -> str:
+    """The validation of a step in words; empty without one."""
+    rate, ungraded = metrics.get("validation.solve_rate"), metrics.get("validation.ungraded", 0)
+    return "" if rate is None and not ungraded else rate_text({"solve_rate": rate, "ungraded": ungraded})
 
 
 class Progress:
@@ -124,8 +130,8 @@ class Progress:
         for metric, past in self._history.items():
             if metric in metrics:
                 past.append(metrics[metric])
-        if "validation.solve_rate" in metrics:
-            self._validation = f"{metrics['validation.solve_rate']:.3f} (step {step})"
+        if validation := _validation(metrics):
+            self._validation = f"{validation} (step {step})"
         if self._live:
             self._draw(f"step {step}/{self._steps}", self._step_body(step, metrics))
         else:
@@ -163,8 +169,8 @@ class Progress:
         parts += [f"{label}={form.format(metrics[metric])}" for _, label, metric, form in _SHOWN if metric in metrics]
         if kept := self._kept(metrics):
             parts.append(f"kept={kept}")
-        if "validation.solve_rate" in metrics:
-            parts.append(f"validation={metrics['validation.solve_rate']:.3f}")
+        if validation := _validation(metrics):
+            parts.append(f"validation={validation}")
         return " ".join([*parts, f"eta={self._eta(step)}"])
 
     def _step_body(self, step: int, metrics: Mapping[str, float]) -> Group:
@@ -213,19 +219,28 @@ def before_after_table(
 
 
 def _cells(row: GainRow) -> list[str]:
-    def rate(value: float, interval: tuple[float, float], form: str) -> str:
-        return f"{100 * value:{form}}\n[{100 * interval[0]:{form}}, {100 * interval[1]:{form}}]"
+    def rate(value: float | None, interval: tuple[float, float] | None, form: str, ungraded: int = 0) -> str:
+        told = (
+            "none"
+            if value is None or interval is None
+            else f"{100 * value:{form}}\n[{100 * interval[0]:{form}}, {100 * interval[1]:{form}}]"
+        )
+        return told + (f"\n{ungraded} ungraded" if ungraded else "")
 
-    greedy = (
-        "" if row.greedy_before is None or row.greedy_after is None else f"{100 * row.greedy_before:.1f}\n> {100 * row.greedy_after:.1f}"
-    )
+    def pair(first: float | None, second: float | None, scale: float, form: str) -> str:
+        shown = ["none" if value is None else f"{scale * value:{form}}" for value in (first, second)]
+        return "" if first is None and second is None else "\n> ".join(shown)
+
+    greedy = pair(row.greedy_before, row.greedy_after, 100, ".1f")
+    if any(row.greedy_ungraded):
+        greedy += "\n{} > {}\nungraded".format(*row.greedy_ungraded)
     return [
         f"{row.task}\nn = {row.n}",
-        rate(row.before, row.before_ci95, ".1f"),
-        rate(row.after, row.after_ci95, ".1f"),
+        rate(row.before, row.before_ci95, ".1f", row.ungraded[0]),
+        rate(row.after, row.after_ci95, ".1f", row.ungraded[1]),
         rate(row.gain, row.gain_ci95, "+.1f"),
-        f"{row.mean_before:.3f}\n> {row.mean_after:.3f}",
-        greedy,
+        pair(row.mean_before, row.mean_after, 1, ".3f"),
+        greedy.strip(),
     ]
 
 

@@ -25,7 +25,8 @@ SCHEMA = pa.schema(
         ("completion", pa.string()),  # text
         ("response_tokens", pa.int32()),
         ("finish_reason", pa.string()),  # stop, length, aborted, error
-        ("score", pa.float64()),  # null after a grader error, which is never a zero
+        ("score", pa.float64()),  # the reward; null after a grader error, which is never a zero
+        ("solved", pa.bool_()),  # whether the grader calls the answer right; null likewise
         ("outcome", pa.string()),  # scored, grader_error
         ("grader", pa.string()),
         ("grader_version", pa.string()),
@@ -69,6 +70,7 @@ def group_rows(
                 "response_tokens": len(completion.token_ids),
                 "finish_reason": completion.finish_reason,
                 "score": float(score.value) if score.outcome == "scored" else None,
+                "solved": score.solved if score.outcome == "scored" else None,
                 "outcome": score.outcome,
                 "grader": score.grader,
                 "grader_version": score.grader_version,

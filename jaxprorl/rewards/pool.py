@@ -275,9 +275,24 @@ class GraderPool:
 
 
 def error_share(scores: Iterable[Score]) -> float:
-    """Share of `grader_error` among the scores, in [0, 1]; 0 for none. The train loop compares it with grading.max_error_share."""
+    """Share of `grader_error` among the scores, in [0, 1]; 0 for none."""
     outcomes = [score.outcome for score in scores]
     return outcomes.count("grader_error") / len(outcomes) if outcomes else 0.0
+
+
+def require_graded(where: str, scores: Sequence[Score], max_error_share: float) -> None:
+    """Refuses to go on when too many samples have no score. `where` begins the message.
+
+    Raises:
+        GraderError: their share is over the limit; names the share and the first error.
+    """
+    failed = [score for score in scores if score.outcome == "grader_error"]
+    share = error_share(scores)
+    if share > max_error_share:
+        raise GraderError(
+            f"{where}: {len(failed)} of {len(scores)} samples could not be graded (first: {failed[0].detail}), a share of {share:.3g} and "
+            f"more than grading.max_error_share = {max_error_share}; mend the reward, or raise the field"
+        )
 
 
 def _explain(error: BaseException, timeout_s: float) -> str:

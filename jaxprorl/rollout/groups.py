@@ -8,7 +8,6 @@ from ml_collections import ConfigDict
 from jaxprorl.algorithms import shaping
 from jaxprorl.algorithms.correction import is_sound
 from jaxprorl.algorithms.filtering import keeps_signal
-from jaxprorl.errors import RewardError
 from jaxprorl.types import Completion, Group, Score
 
 
@@ -54,14 +53,8 @@ def shaped(config: ConfigDict, groups: Sequence[Group], step: int) -> tuple[np.n
 
 
 def has_signal(config: ConfigDict, group: Group) -> bool:
-    """Whether dynamic sampling keeps a group: by the rule of its domain, from the graders' rewards.
-
-    Raises:
-        RewardError: the rule does not fit the reward.
-    """
-    c, domain = config.filtering, group.prompt.domain
-    field = f"filtering.rules.{domain}" if domain in c.rules else "filtering.rule"
-    try:
-        return bool(keeps_signal(c.rules.get(domain, c.rule), *graded([group]), c.tolerance)[0])
-    except ValueError as error:
-        raise RewardError(f"{field} = 'accuracy', prompt {group.prompt.prompt_id} of domain {domain}: {error}") from None
+    """Whether dynamic sampling keeps a group: by the rule of its domain, from the graders' rewards or from what they call solved."""
+    c = config.filtering
+    reward_PN, mask_PN = graded([group])
+    solved_PN = np.array([[score.solved for score in group.scores]])
+    return bool(keeps_signal(c.rules.get(group.prompt.domain, c.rule), reward_PN, solved_PN, mask_PN, c.tolerance)[0])

@@ -41,7 +41,7 @@ def drawn_metrics(batch: RolloutBatch) -> dict[str, float]:
     pairs = pairs_of(batch.groups)
     lengths = np.array([len(completion.token_ids) for completion, _ in pairs])
     drawn = len(batch.groups)
-    solved = [all(s.outcome == "scored" and s.value >= 1.0 for s in group.scores) for group in batch.groups]
+    solved = [all(score.solved for score in group.scores) for group in batch.groups]
     metrics = {
         "response_tokens.mean": float(lengths.mean()),
         "response_tokens.max": int(lengths.max()),
@@ -56,7 +56,7 @@ def drawn_metrics(batch: RolloutBatch) -> dict[str, float]:
     }
     everything = scores_of(batch.groups)
     if everything.size:
-        metrics |= {"reward.mean": float(everything.mean()), "reward.solve_rate": float((everything >= 1.0).mean())}
+        metrics |= {"reward.mean": float(everything.mean()), "reward.solve_rate": sum(s.solved for _, s in pairs) / everything.size}
     for task in sorted({group.prompt.task for group in batch.groups}):
         values = scores_of([group for group in batch.groups if group.prompt.task == task])
         if values.size:

@@ -47,9 +47,6 @@ def usable(
         prompts: that the steps draw from.
         policy_version: of the weights now.
         temperature: at which the groups were sampled; None = unknown, which is no temperature.
-
-    Raises:
-        RewardError: the filter does not fit the reward.
     """
     c, ids = config.rollout, {prompt.prompt_id for prompt in prompts}
     if temperature != c.temperature:  # their log-probs are those of another distribution

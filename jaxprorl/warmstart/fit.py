@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ from ml_collections import ConfigDict
 from jaxprorl.data.prompts import build_prompt
 from jaxprorl.data.splits import Items, load_splits
 from jaxprorl.data.tokenizer import Tokenizer
+from jaxprorl.errors import GraderError
 from jaxprorl.evaluation.harness import evaluate, first_per_task
 from jaxprorl.models import hf
 from jaxprorl.models.compute import automatic_compute
 from jaxprorl.models.logprobs import token_log_probs
 from jaxprorl.models.qwen2 import Params, Qwen2Config, build, init_params, parameter_count
 from jaxprorl.packing import Sample, pack
-from jaxprorl.rewards.pool import GraderPool
+from jaxprorl.rewards.pool import GraderPool, require_graded
 from jaxprorl.rollout.engine import Sampling
 from jaxprorl.rollout.jax_engine import JaxEngine
 from jaxprorl.sharding.mesh import batch_sharding, like_params, moment_shardings, param_shardings, replicated
@@ -116,7 +118,11 @@ def fit(
 
     def check(seed: int) -> dict[str, Any]:
         engine.set_weights(trainer.params, version=seed)
-        return evaluate(engine, graders, gate_prompts, Sampling(1, 1.0, seed, step=0))
+        check_scores = partial(require_graded, f"warm start, update {seed}", max_error_share=config.grading.max_error_share)
+        result = evaluate(engine, graders, gate_prompts, Sampling(1, 1.0, seed, step=0), check_scores)
+        if result["solve_rate"] is None:  # with grading.max_error_share = 1; there is nothing to go by
+            raise GraderError(f"warm start, update {seed}: {GATE_REWARD} could grade none of the {result['ungraded']} validation items")
+        return result
 
     with GraderPool(GATE_REWARD, tokenizer.path, config.grading.workers, config.grading.timeout_s) as graders:
         history = teach_skill(config, trainer, clean, check, report)
@@ -150,11 +156,14 @@ def teach_skill(config: ConfigDict, trainer: "_Trainer", clean: Demonstrations, 
         loss = trainer.run(stream, weights, goal - trainer.updates)
         result = check(trainer.updates)
         rates = {task: row["solve_rate"] for task, row in result["per_task"].items()}
-        history.append({"updates": trainer.updates, "loss": loss, "solve_rate": result["solve_rate"], "per_task": rates})
-        report("warm start: skill", trainer.updates, max(planned, trainer.updates), loss=loss, **rates)
-        if trainer.updates >= planned and min(rates.values()) >= config.warmstart.gate_solve_rate:
+        found = {"solve_rate": result["solve_rate"], "ungraded": result["ungraded"], "per_task": rates}
+        history.append({"updates": trainer.updates, "loss": loss} | found)
+        ungraded = {"ungraded": result["ungraded"]} if result["ungraded"] else {}
+        report("warm start: skill", trainer.updates, max(planned, trainer.updates), loss=loss, **rates, **ungraded)
+        # A task of which nothing could be graded counts as not learnt.
+        if trainer.updates >= planned and min(rate or 0.0 for rate in rates.values()) >= config.warmstart.gate_solve_rate:
             break
-        weights = {task: max(MIN_TASK_WEIGHT, 1.0 - rate) for task, rate in rates.items()}
+        weights = {task: max(MIN_TASK_WEIGHT, 1.0 - (rate or 0.0)) for task, rate in rates.items()}
     return history
 
 
@@ -177,8 +186,9 @@ def mix_in_careless(
         stream = _Stream(clean, careless, share, [config.seed, 2, corrections])
         updates = config.warmstart.correction_updates if corrections else config.warmstart.careless_updates
         trainer.run(stream, dict.fromkeys(clean, 1.0), updates)
-        rate = check(trainer.updates)["solve_rate"]
-        report("warm start: careless mix", trainer.updates, trainer.updates, solve_rate=rate, share=share)
+        result = check(trainer.updates)
+        rate, ungraded = result["solve_rate"], {"ungraded": result["ungraded"]} if result["ungraded"] else {}
+        report("warm start: careless mix", trainer.updates, trainer.updates, solve_rate=rate, share=share, **ungraded)
         corrected = min(max(share + (rate - target) / skill, 0.0), MAX_CARELESS_SHARE)
         near = abs(rate - target) <= config.warmstart.start_tolerance
         if near or corrected == share or corrections == config.warmstart.max_corrections:

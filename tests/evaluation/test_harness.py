@@ -1,11 +1,15 @@
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from factories import make_prompt, make_score
 
+from jaxprorl.errors import GraderError
 from jaxprorl.evaluation.harness import evaluate, first_per_task
+from jaxprorl.rewards.pool import require_graded
 from jaxprorl.rollout.engine import Sampling
 from jaxprorl.types import Completion, Prompt, Score
 
@@ -41,9 +45,10 @@ class FakeGraders:
         return {(asked, 0): self._scores[asked] for asked, _ in self.submitted}
 
 
-def run(scores: dict[int, Score], **kwargs: Any) -> tuple[dict[str, Any], FakeEngine, FakeGraders]:
+def run(scores: dict[int, Score], limit: float = 0.05, **kwargs: Any) -> tuple[dict[str, Any], FakeEngine, FakeGraders]:
     engine, graders = FakeEngine(), FakeGraders(scores)
-    return evaluate(engine, graders, PROMPTS, Sampling(1, 0.7, 20, step=0, top_p=0.9), **kwargs), engine, graders  # type: ignore[arg-type]
+    check = partial(require_graded, "evaluation", max_error_share=limit)
+    return evaluate(engine, graders, PROMPTS, Sampling(1, 0.7, 20, step=0, top_p=0.9), check, **kwargs), engine, graders  # type: ignore[arg-type]
 
 
 def test_scores_are_summarised_per_task() -> None:
@@ -56,10 +61,23 @@ def test_scores_are_summarised_per_task() -> None:
     assert result["mean_score"] == pytest.approx(2.75 / 4)
 
 
-def test_a_grader_error_counts_as_not_solved() -> None:
-    result, _, _ = run({1: make_score(1.0), 2: make_score(1.0), 3: make_score(0.0, "grader_error"), 4: make_score(1.0)})
-    assert result["per_task"]["sums"]["n"] == 3
-    assert result["solve_rate"] == pytest.approx(3 / 4)
+def test_an_item_whose_grader_failed_is_in_no_rate_and_is_counted() -> None:
+    scores = {1: make_score(1.0), 2: make_score(0.0), 3: make_score(0.0, "grader_error"), 4: make_score(1.0)}
+    result, _, _ = run(scores, limit=0.25)
+    assert (result["per_task"]["sums"]["n"], result["per_task"]["sums"]["ungraded"]) == (2, 1)
+    assert result["per_task"]["sums"]["solve_rate"] == 1.0
+    assert result["solve_rate"] == pytest.approx(2 / 3)
+    assert result["ungraded"] == 1
+
+
+def test_too_many_grader_errors_end_the_evaluation_with_share_and_first_error() -> None:
+    scores = {number: make_score(1.0) for number in (1, 3, 4)} | {2: replace(make_score(0.0, "grader_error"), detail="KeyError: 'bonus'")}
+    says = (
+        r"evaluation: 1 of 4 samples could not be graded \(first: KeyError: 'bonus'\), a share of 0.25 and more than .*error_share = 0.24"
+    )
+    with pytest.raises(GraderError, match=says):
+        run(scores, limit=0.24)
+    assert run(scores, limit=0.25)[0]["per_task"]["words"]["solve_rate"] is None  # a task of which nothing was graded
 
 
 def test_every_item_is_sampled_once_as_was_asked() -> None:

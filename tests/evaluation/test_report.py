@@ -8,10 +8,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from factories import summary_of
 
 from jaxprorl.evaluation.curves import CURVES, running_mean
 from jaxprorl.evaluation.report import render, write_report
-from jaxprorl.evaluation.statistics import solve_summary
 from jaxprorl.evaluation.summary import build_summary, write_summary
 from jaxprorl.monitoring.events import EventLog
 from jaxprorl.monitoring.metrics import METRICS, MetricsLog
@@ -51,7 +51,7 @@ class Page(HTMLParser):
 
 def side(rate: float) -> dict:
     solved = round(400 * rate)
-    return solve_summary({task: [1.0] * solved + [0.0] * (400 - solved) for task in TASKS})
+    return summary_of({task: [1.0] * solved + [0.0] * (400 - solved) for task in TASKS})
 
 
 @pytest.fixture
@@ -87,7 +87,15 @@ def run(tmp_path) -> Path:
     )
     write_summary(folder, summary)
     row = {"prompt_id": 1, "domain": "d", "task": TASKS[1], "prompt": EVIL, "answer": EVIL, "sample": 0, "completion": f"</td>{EVIL}"}
-    row |= {"response_tokens": 3, "finish_reason": "stop", "score": None, "outcome": "grader_error", "grader": "g", "grader_version": "1"}
+    row |= {
+        "response_tokens": 3,
+        "finish_reason": "stop",
+        "score": None,
+        "solved": None,
+        "outcome": "grader_error",
+        "grader": "g",
+        "grader_version": "1",
+    }
     row |= {"kept": False, "advantage": None, "policy_version_first": 0, "policy_version_last": 0}
     write_samples(folder / "samples", 1, [row])
     return folder

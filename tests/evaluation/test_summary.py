@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from factories import summary_of
 
-from jaxprorl.evaluation.statistics import solve_summary
 from jaxprorl.evaluation.summary import build_summary, peak_memory_bytes, write_summary
 
-BEFORE = solve_summary({"a": [1.0, 0.0], "b": [0.0, 0.5]})
-AFTER = solve_summary({"a": [1.0, 1.0], "b": [1.0, 0.5]})
+BEFORE = summary_of({"a": [1.0, 0.0], "b": [0.0, 0.5]})
+AFTER = summary_of({"a": [1.0, 1.0], "b": [1.0, 0.5]})
 SECONDS = {"warm_start": 1.0, "rl": 2.0, "evaluation": 3.0, "total": 6.0}
 
 
@@ -46,13 +46,28 @@ def test_the_schema_is_exactly_what_scripts_expect(tmp_path):
         "greedy",
     ]
     for side in (read["before"], read["after"], read["greedy"]["before"], read["greedy"]["after"]):
-        assert list(side) == ["solve_rate", "mean_score", "ci95", "per_task"]
+        assert list(side) == ["solve_rate", "mean_score", "ci95", "ungraded", "per_task"]
         assert list(side["per_task"]) == ["a", "b"]
-        assert all(list(part) == ["solve_rate", "mean_score", "ci95", "n"] for part in side["per_task"].values())
+        assert all(list(part) == ["solve_rate", "mean_score", "ci95", "n", "ungraded"] for part in side["per_task"].values())
     assert read["before"]["solve_rate"] == 0.25
     assert read["before"]["mean_score"] == 0.375
-    assert read["after"]["per_task"]["b"] == {"solve_rate": 0.5, "mean_score": 0.75, "ci95": AFTER["per_task"]["b"]["ci95"], "n": 2}
+    b = {"solve_rate": 0.5, "mean_score": 0.75, "ci95": AFTER["per_task"]["b"]["ci95"], "n": 2, "ungraded": 0}
+    assert read["after"]["per_task"]["b"] == b
     assert read["seconds"] == SECONDS
+
+
+def test_items_without_a_grade_are_counted_and_a_task_without_any_has_no_rate(tmp_path):
+    after = summary_of({"a": [1.0, None], "b": [None, None]})
+    read = json.loads(write_summary(tmp_path, summary(after=after)).read_text())["after"]
+    assert (read["solve_rate"], read["ungraded"]) == (1.0, 3)
+    assert read["per_task"]["b"] == {"solve_rate": None, "mean_score": None, "ci95": None, "n": 0, "ungraded": 2}
+
+
+def test_an_evaluation_of_before_the_count_is_read(tmp_path):
+    old = json.loads(json.dumps(BEFORE))
+    for part in (old, *old["per_task"].values()):
+        del part["ungraded"]
+    assert summary(before=old) == summary()
 
 
 def test_what_does_not_fit_the_schema_is_refused(tmp_path):

@@ -2,9 +2,9 @@
 
 import io
 
+from factories import summary_of
 from rich.console import Console
 
-from jaxprorl.evaluation.statistics import solve_summary
 from jaxprorl.monitoring.progress import Progress, before_after_table, before_after_text, duration, sparkline
 
 METRICS = {
@@ -134,8 +134,8 @@ def test_duration_and_sparkline():
 
 def test_before_after_table_fits_80_columns():
     tasks = ("a_long_task_name_x", "sums[/b]")
-    before = solve_summary({task: [1.0] * 100 + [0.0] * 300 for task in tasks})
-    after = solve_summary({task: [1.0] * 360 + [0.5] * 40 for task in tasks})
+    before = summary_of({task: [1.0] * 100 + [0.0] * 300 for task in tasks})
+    after = summary_of({task: [1.0] * 360 + [0.5] * 40 for task in tasks})
     console = Console(file=io.StringIO(), width=80, color_system=None)
     console.print(before_after_table(before, after, before, after))
     table = console.file.getvalue()

@@ -34,6 +34,7 @@ def test_rows_of_a_group_come_back_as_written(tmp_path):
         "response_tokens": 3,
         "finish_reason": "stop",
         "score": 1.0,
+        "solved": True,
         "outcome": "scored",
         "grader": "exact",
         "grader_version": "1",
@@ -43,6 +44,7 @@ def test_rows_of_a_group_come_back_as_written(tmp_path):
         "policy_version_last": 5,
     }
     assert second["score"] is None  # a grader error is not a zero
+    assert second["solved"] is None
     assert second["policy_version_first"] is None
 
 

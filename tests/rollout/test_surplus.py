@@ -41,6 +41,15 @@ def test_groups_survive_json_bit_for_bit() -> None:
     assert not same(again[0], groups[2])
 
 
+def test_scores_of_before_solved_was_stored_are_solved_from_a_reward_of_1() -> None:
+    groups = [make_group(make_prompt(1), [[1], [2], [3], [4]], [1.0, 0.5, None, 1.0 - 1e-12])]
+    stored = json.loads(json.dumps(encode(groups)))
+    for score in stored[0]["scores"]:
+        del score["solved"]
+    (group,) = decode(stored, [groups[0].prompt])
+    assert [score.solved for score in group.scores] == [True, False, False, True]
+
+
 def test_staleness_counts_from_the_oldest_token() -> None:
     group = make_group(make_prompt(0), [[1, 2], [3]], [1.0, 0.0])
     spans = [((7, 0, 1), (8, 1, 2)), ((8, 0, 1),)]

@@ -9,6 +9,7 @@ import shutil
 import signal
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -306,6 +307,17 @@ def score(text, prompt):
 
 def broken(text, prompt):
     raise RuntimeError("always")
+
+def made_up(text):
+    return text in ("<think></think><answer></answer>", "<think>A made-up thought.</think><answer>0</answer>") or "made-up" in text
+
+def later(text, prompt):
+    return 1.0 if made_up(text) else broken(text, prompt)
+
+def half(text, prompt):
+    if zlib.crc32(text.encode() + prompt.answer.encode()) % 2 and not made_up(text):
+        raise RuntimeError("every other time")
+    return -len(text)
 """
 
 
@@ -319,17 +331,21 @@ def users_folder(place: Path) -> Path:
 
 def test_users_questions_and_reward_take_the_same_road(users_folder: Path, reference: Path) -> None:
     """Also: one update per batch and a reset before every step, so that the policy is its own reference."""
-    overrides = ["data.source=jsonl:mine.jsonl", "reward=my_reward:score", "evaluation.reward=my_reward:score", "batch.updates=1"]
-    tiny_run.train(
+    overrides = ["data.source=jsonl:mine.jsonl", "reward=my_reward:score", "evaluation.reward=my_reward:half", "batch.updates=1"]
+    overrides += ["validation.every_steps=2", "validation.items_per_task=9", "grading.solved_from=-100"]
+    ended = tiny_run.train(
         users_folder, *overrides, "steps=3", "resets.every_steps=1", "grading.max_error_share=0.5", "optimizer.learning_rate=0.01"
     )
     run = users_folder / "runs/tiny"
     summary = json.loads((run / "summary.json").read_text())
     assert set(summary["after"]["per_task"]) == {"sums"}
+    assert_ungraded_items_are_shown(run, summary, ended.stdout)
     metrics = tiny_run.lines(run / "metrics.jsonl")
     assert all(abs(row["kl.k1"]) < 1e-6 and row["kl.k2"] < 1e-9 for row in metrics)
     assert all(row["update_norm"] > 1e-3 for row in metrics)
-    errors = [event for event in tiny_run.lines(run / "events.jsonl") if event["kind"] == "grader_errors"]
+    events = [event for event in tiny_run.lines(run / "events.jsonl") if event["kind"] == "grader_errors"]
+    assert {event["of"] for event in events} > {"validation", "evaluation before (sampled)", "evaluation after (greedy)"}
+    errors = [event for event in events if event["of"] == "step"]
     assert errors
     assert "now and then" in errors[0]["examples"][0]
     assert sum(row["grader.error_share"] > 0 for row in metrics) == len(errors)
@@ -338,8 +354,51 @@ def test_users_questions_and_reward_take_the_same_road(users_folder: Path, refer
     assert {row["outcome"] for row in failed} == {"grader_error"}
 
 
-def test_a_reward_that_always_raises_stops_the_run_with_its_message(users_folder: Path) -> None:
+def assert_ungraded_items_are_shown(run: Path, summary: dict[str, Any], stdout: str) -> None:
+    """A grader that fails for half of all items: they are in no rate, and are counted wherever a rate is shown."""
+    sums = summary["after"]["per_task"]["sums"]
+    assert 0 < sums["ungraded"] == summary["after"]["ungraded"]
+    assert sums["n"] + sums["ungraded"] == 10
+    assert sums["mean_score"] < 0  # rewards are any numbers
+    assert sums["solve_rate"] is not None and sums["solve_rate"] > 0  # solved from -100 on
+    (validation,) = (row for row in tiny_run.lines(run / "metrics.jsonl") if "validation.items" in row)
+    assert validation["validation.items"] + validation["validation.ungraded"] == 9
+    assert validation["validation.ungraded"] > 0
+    told = {(event["kind"], event.get("when")): event for event in tiny_run.lines(run / "events.jsonl")}
+    assert told["evaluation", "before"]["ungraded"] > 0
+    assert told["validation", None]["ungraded"] == validation["validation.ungraded"]
+    shown = f"{sums['ungraded']} ungraded"
+    assert shown in stdout.split("Held-out items solved")[1]
+    assert f"{sums['solve_rate']:.3f} ({shown})" in stdout
+    assert f"({validation['validation.ungraded']} ungraded)" in stdout
+    assert shown in (run / "report.html").read_text()
+    assert shown in (run / "model/README.md").read_text()
+
+
+def test_a_reward_that_fails_at_once_stops_the_run_before_there_is_a_folder(users_folder: Path) -> None:
     command = tiny_run.Command(users_folder, "data.source=jsonl:mine.jsonl", "reward=my_reward:broken")
+    ended = command.wait()
+    assert ended.status == 2
+    assert ended.stderr.startswith("error: reward = 'my_reward:broken' fails: made-up answers to mine.jsonl")
+    assert "RuntimeError: always" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert not (users_folder / "runs").exists()
+    assert not command.left_behind()
+
+
+def test_an_evaluation_that_cannot_be_graded_stops_the_run(users_folder: Path) -> None:
+    ended = tiny_run.Command(users_folder, "data.source=jsonl:mine.jsonl", "evaluation.reward=my_reward:later").wait()
+    assert ended.status == 2
+    assert ended.stderr.startswith(
+        "error: step 0, evaluation before (sampled): 10 of 10 samples could not be graded (first: RuntimeError: always)"
+    )
+    assert "a share of 1 and more than grading.max_error_share = 0.05" in ended.stderr
+    event = tiny_run.lines(users_folder / "runs/tiny/events.jsonl")[-1]
+    assert (event["kind"], event["of"], event["share"]) == ("grader_errors", "evaluation before (sampled)", 1.0)
+
+
+def test_a_reward_that_always_raises_stops_the_run_with_its_message(users_folder: Path) -> None:
+    command = tiny_run.Command(users_folder, "data.source=jsonl:mine.jsonl", "reward=my_reward:later")
     ended = command.wait()
     assert ended.status == 2
     assert ended.stderr.startswith("error: step 0: ")

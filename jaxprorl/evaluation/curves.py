@@ -54,14 +54,14 @@ class Curve:
 CURVES = (
     Curve(
         "Reward and solve rate",
-        "share",
+        "share, or reward",
         (("reward.mean", "mean reward"), ("reward.solve_rate", "solve rate")),
         "On the training prompts, at the rollout temperature.",
         smooth=True,
     ),
     Curve(
         "Validation",
-        "share",
+        "share, or reward",
         (("validation.solve_rate", "solve rate"), ("validation.mean_score", "mean score")),
         "A split of its own. Only a reset whose event says `signals: validation` has seen it.",
     ),
@@ -151,7 +151,8 @@ def curve_svg(
             lowest = min(value for _, points in drawn for _, value in points)
             axes.set_ylim(bottom=min(1.3 * lowest, 0.0))
         elif curve.unit.startswith("share"):
-            axes.set_ylim(-0.02, 1.02)
+            seen = [value for _, points in drawn for _, value in points]
+            axes.set_ylim(min(-0.02, 1.05 * min(seen)), max(1.02, 1.05 * max(seen)))  # rewards may lie outside of 0 and 1
         else:
             axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
         axes.set_xlabel("step")

@@ -7,8 +7,12 @@ import signal
 import sys
 import threading
 import time
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
+
+from jaxprorl.rewards import Graded
 from jaxprorl.types import Prompt
 
 not_callable = 3
@@ -93,3 +97,43 @@ def ignores_ctrl_c(text: str, prompt: Prompt) -> float:
 
 def always_dies(text: str, prompt: Prompt) -> float:
     os._exit(5)
+
+
+def pops(text: str, prompt: Prompt) -> float:
+    """1 for the first of the options, which it takes away."""
+    return float(prompt.item["options"].pop(0) == "a")
+
+
+def scribbles(text: str, prompt: Prompt) -> float:
+    """1 if nothing that it may write on has been written on."""
+    clean = prompt.item == {"nested": {"lists": [[1], [2]]}} and prompt.token_ids.tolist() == [5, 6, 7] and prompt.answer == "answer"
+    prompt.item["nested"]["lists"][1].append(3)
+    prompt.item["seen"] = True
+    prompt.token_ids.flags.writeable = True
+    prompt.token_ids[0] = 9
+    object.__setattr__(prompt, "answer", "other")
+    return float(clean)
+
+
+def negative(text: str, prompt: Prompt) -> Fraction:
+    return Fraction(-len(text), 2)
+
+
+def right_but_long(text: str, prompt: Prompt) -> Graded:
+    return Graded(np.float32(1 - len(text)), solved=True)
+
+
+def always_raises(text: str, prompt: Prompt) -> float:
+    raise KeyError("gold")
+
+
+def always_hangs(text: str, prompt: Prompt) -> None:
+    time.sleep(60)
+
+
+def sums_only(text: str, prompt: Prompt) -> None:
+    """A function without a return."""
+
+
+def needs_a_number(text: str, prompt: Prompt) -> bool:
+    return float(text.rpartition("<answer>")[2].partition("</answer>")[0]) == float(prompt.answer)

@@ -7,17 +7,21 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+from factories import make_prompt
 from pebble import ProcessPool
 from tokenizers import Tokenizer
 
+from jaxprorl.errors import GraderError
 from jaxprorl.preemption import INTERRUPTED
 from jaxprorl.rewards import pool as pool_module
-from jaxprorl.rewards.pool import GraderPool, GraderPoolError, error_share
+from jaxprorl.rewards.pool import GraderPool, GraderPoolError, error_share, require_graded
 from jaxprorl.rewards.registry import RewardError, reward_version
 from jaxprorl.types import Completion, FinishReason, Prompt, Score
 
@@ -337,3 +341,59 @@ def test_error_share() -> None:
     assert error_share([]) == 0.0
     assert error_share([good, good, bad, good]) == 0.25
     assert error_share({1: bad}.values()) == 1.0
+
+
+def graded_texts(spec: str, texts: list[str], prompt: Prompt | None = None, **settings: float) -> list[Score]:
+    prompt = prompt or make_prompt(1)
+    with GraderPool(spec, None, **settings) as pool:  # type: ignore[arg-type]
+        for sample, text in enumerate(texts):
+            pool.submit_text(prompt, sample, text)
+        return list(pool.collect().values())
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize(
+    ("reward", "item"),
+    [("pops", {"options": ["a", "b", "c"]}), ("scribbles", {"nested": {"lists": [[1], [2]]}})],
+    ids=["pops", "scribbles"],
+)
+def test_what_a_reward_does_to_its_prompt_does_not_reach_the_next_call(
+    reward: str, item: dict[str, Any], batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one and in a batch, and for each part of a sum."""
+    monkeypatch.setattr("jaxprorl.rewards.pool._BATCH", batch)
+    prompt = replace(make_prompt(1), item=item)
+    spec = f"sample_rewards:{reward} + sample_rewards:{reward}"
+    assert [score.value for score in graded_texts(spec, ["x"] * 4, prompt)] == [2.0] * 4
+    assert prompt.item == item
+
+
+def test_a_batch_that_is_graded_again_has_its_own_prompts_too() -> None:
+    prompt = replace(make_prompt(1), item={"options": ["a", "b", "c"]})
+    spec = "sample_rewards:pops + sample_rewards:acts"
+    scores = graded_texts(spec, ["x", "die", "x", "x"], prompt)
+    assert [score.value for score in scores] == [1.5, 0.0, 1.5, 1.5]
+
+
+def test_a_weighted_sum_is_solved_by_the_threshold_or_by_the_word_of_its_first_part_that_has_one() -> None:
+    spec = "sample_rewards:acts - 0.5 * sample_rewards:negative"
+    assert [(score.value, score.solved) for score in graded_texts(spec, ["", "ab", "abcd"])] == [(0.5, False), (1.0, True), (1.5, True)]
+    assert [score.solved for score in graded_texts(spec, ["", "ab", "abcd"], solved_from=1.5)] == [False, False, True]
+    told = graded_texts("sample_rewards:negative + 2 * sample_rewards:right_but_long", ["", "abc"])
+    assert [(score.value, score.solved) for score in told] == [(2.0, True), (-5.5, True)]
+
+
+def test_an_error_in_one_part_is_an_error_of_the_sum() -> None:
+    fine, raised = graded_texts("sample_rewards:length + sample_rewards:acts", ["fine", "raise"])
+    assert (fine.outcome, raised.outcome, raised.value, raised.solved) == ("scored", "grader_error", 0.0, False)
+    assert "KeyError: 'lost'" in raised.detail
+    (large,) = graded_texts("1e38 * sample_rewards:negative", ["many letters"])
+    assert "weighted sum of the rewards is -6e+38" in large.detail
+
+
+def test_the_share_of_errors_that_is_one_too_many_stops_with_the_first() -> None:
+    good, bad = Score(1.0, True, "scored", "g", "v", 0.0), Score(0.0, False, "grader_error", "g", "v", 0.0, "first")
+    require_graded("step 3", [good, bad], 0.5)
+    require_graded("step 3", [], 0.0)
+    with pytest.raises(GraderError, match=r"step 3: 1 of 2 samples .*first: first.* a share of 0\.5 .*max_error_share = 0\.49"):
+        require_graded("step 3", [good, bad], 0.49)

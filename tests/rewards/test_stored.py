@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import sample_rewards
+from factories import make_prompt
 
 from jaxprorl.rewards import stored
 from jaxprorl.rewards.pool import GraderPool
 from jaxprorl.rewards.registry import RewardError, load_parts, reward_spec, reward_version
 from jaxprorl.types import Prompt
-from tests.factories import make_prompt
 
 
 class Bonus:

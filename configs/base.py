@@ -262,7 +262,7 @@ def get_config() -> ConfigDict:
     c.alarms.stalled_engine.share = 0.5  # of the baseline's median of completion tokens per second, below which it rings
 
     # Reward: "module:function", called as function(completion_text, prompt) in a grader process; it returns a finite real number, or a
-    # jaxprorl.rewards.Graded. Or a weighted sum of such names: "my_reward:score + 0.2 * my_reward:brevity".
+    # jaxprorl.rewards.Graded. Or a weighted sum of such names: "my_reward:score + 0.2 * my_reward:brevity" (docs/rewards.md).
     c.reward = "jaxprorl.rewards.puzzles:exact"  # 1 or 0; `:continuous` pays partial answers too
     c.grading = ConfigDict()
     c.grading.workers = 1  # grader processes

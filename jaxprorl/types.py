@@ -23,7 +23,7 @@ class Prompt:
         token_ids: int32 [prompt_tokens], ends with the generation header of the chat template.
         task: name inside the domain, the row of every before/after table.
         answer: the reference answer as text (may be empty when only `item` can judge).
-        item: what the reward function needs beside the answer (JSON types only).
+        item: what the reward function needs beside the answer (JSON types only). Each call of a reward gets a prompt of its own.
     """
 
     prompt_id: int

@@ -42,7 +42,7 @@ class BlindSignals:
 
 @dataclass(frozen=True)
 class Validation:
-    """One validation: the share of its items that were solved, and their number."""
+    """One validation: the share of its graded items that are solved (not their rewards), and their number."""
 
     solve_rate: float
     items: int

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from factories import summary_of
 
-from jaxprorl.evaluation.curves import CURVES, running_mean
+from jaxprorl.evaluation.curves import CURVES, curve_svg, running_mean
 from jaxprorl.evaluation.report import render, write_report
 from jaxprorl.evaluation.summary import build_summary, write_summary
 from jaxprorl.monitoring.events import EventLog
@@ -233,3 +233,37 @@ def test_the_signal_that_each_reset_saw_is_told(run):
         (row,) = [Page(row).text for row in rows if f"reason {step}" in row]
         assert [name for name in saw.values() if f"signals: {name}" in row] == [signals], row
         assert f"blind: {'no' if signals == 'validation' else 'yes'}" in row
+
+
+def test_what_was_not_graded_is_counted_beside_each_rate(run):
+    summary = json.loads((run / "summary.json").read_text())
+    before = summary_of({TASKS[0]: [1.0] * 30 + [None] * 7, TASKS[1]: [None] * 5})
+    summary["before"] = {name: before[name] for name in ("solve_rate", "mean_score", "ci95", "ungraded", "per_task")}
+    (run / "summary.json").write_text(json.dumps(summary))
+    with EventLog(run / "events.jsonl") as events:
+        events.append(28, "validation", solve_rate=None, mean_score=None, ungraded=50, per_task={})
+    text = render(run)
+    for shown in ("7 ungraded", "5 ungraded", "12 ungraded", "; ungraded 12 → 0", "<td>none</td>", "<td>50</td>"):
+        assert shown in text, shown
+    nothing = {"solve_rate": None, "mean_score": None, "ci95": None, "n": 0, "ungraded": 5}
+    summary["before"] = summary["after"] = summary["greedy"]["after"] = nothing | {"per_task": {TASKS[1]: nothing}}
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert "from none graded to none graded" in render(run)
+
+
+def test_a_summary_of_before_the_count_is_told_as_ever(run):
+    now = render(run)
+    summary = json.loads((run / "summary.json").read_text())
+    for side in (summary["before"], summary["after"], *summary["greedy"].values()):
+        for part in (side, *side["per_task"].values()):
+            del part["ungraded"]
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert render(run) == now
+
+
+def test_rewards_outside_of_0_and_1_are_inside_their_plot():
+    curve = next(curve for curve in CURVES if curve.title == "Reward and solve rate")
+    rows = [{"step": step, "reward.mean": -3.0 + step, "reward.solve_rate": 0.5} for step in range(9)]
+    ticks = [float(tick.replace("\u2212", "-")) for tick in re.findall(r">([-\u2212]?[0-9.]+)</text>", curve_svg(curve, rows, []))]
+    assert min(ticks) <= -2
+    assert max(ticks) >= 4

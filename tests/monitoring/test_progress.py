@@ -143,3 +143,27 @@ def test_before_after_table_fits_80_columns():
     for text in ("25.0", "[21.0, 29.5]", "90.0", "[86.7, 92.6]", "+65.0", "> 0.950", "> 90.0", "n = 400", "n = 800", "sums[/b]"):
         assert text in table, text
     assert "\x1b" not in before_after_text(before, after)
+
+
+def test_before_after_table_counts_what_was_not_graded_and_fits_80_columns():
+    before = summary_of({"some": [1.0] * 300 + [None] * 1100, "none": [None] * 1400})
+    after = summary_of({"some": [1.0] * 1000 + [0.0] * 300 + [None] * 100, "none": [None] * 1400})
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console.print(before_after_table(before, after, before, after))
+    table = console.file.getvalue()
+    assert "…" not in table
+    for text in ("1100 ungraded", "100 ungraded", "1400 ungraded", "2500 ungraded", "none", "n = 1300", "1100 > 100", "n = 0"):
+        assert text in table, text
+    assert "ungraded" not in before_after_text(*[summary_of({"some": [1.0]})] * 4)
+
+
+def test_a_validation_line_counts_what_was_not_graded():
+    console = Console(file=io.StringIO(), width=80)
+    with Progress(10, console=console) as progress:
+        progress.step(1, {**METRICS, "validation.solve_rate": 0.75, "validation.items": 40, "validation.ungraded": 10})
+        progress.step(2, {**METRICS, "validation.items": 0, "validation.ungraded": 50})
+        progress.step(3, {**METRICS, "validation.solve_rate": 0.5, "validation.items": 50, "validation.ungraded": 0})
+    lines = console.file.getvalue().splitlines()
+    assert "validation=0.750 (10 ungraded) eta" in lines[0]
+    assert "validation=none (50 ungraded) eta" in lines[1]
+    assert "validation=0.500 eta" in lines[2]

@@ -59,6 +59,8 @@ def sample(path: Path, split: str, task: str | None, prompts: int, samples: int,
     step, _ = newest_sound_step(folder.checkpoints, "previous")
     if step is None:
         raise SamplingError(f"--run {path}: no checkpoint yet; the first is written after checkpoint.every_steps steps")
+    if "solved_from" not in config.grading:  # a run of before this field, when solved meant a reward of 1
+        config.grading.solved_from = 1.0
     mesh = prepare_devices(config)
     tokenizer = load_tokenizer(folder.base_model)
     check_chat_template(tokenizer)
@@ -112,7 +114,4 @@ def _config(folder: RunFolder) -> ConfigDict:
         raise SamplingError(
             f"--run {folder.path}: no run there (it has no config.json); runs are in runs/ unless --config.runs_dir says so"
         )
-    config = ConfigDict(json.loads(folder.config.read_text()))
-    if "solved_from" not in config.grading:  # a run of before this field, when solved meant a reward of 1
-        config.grading.solved_from = 1.0
-    return config
+    return ConfigDict(json.loads(folder.config.read_text()))

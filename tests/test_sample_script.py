@@ -65,6 +65,22 @@ def test_it_needs_no_more_than_config_tokenizer_and_checkpoints_and_repeats_itse
     assert wrong.stderr.startswith("error: runs/tiny/base_model: the rendered prompt begins with 0 BOS tokens, 1 is right")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_cannot_be_graded_is_counted_also_for_a_run_of_before_the_threshold(home: Path, tmp_path: Path) -> None:
+    (tmp_path / ".cache").symlink_to((home / ".cache").resolve())
+    shutil.copytree(home / "runs/tiny", tmp_path / "runs/tiny")
+    (tmp_path / "my_reward.py").write_text("def score(text, prompt):\n    return 1.5 if prompt.task == 'chain_sum' else {}['gold']\n")
+    config = json.loads((tmp_path / "runs/tiny/config.json").read_text())
+    config["evaluation"]["reward"] = "my_reward:score"
+    del config["grading"]["solved_from"]
+    (tmp_path / "runs/tiny/config.json").write_text(json.dumps(config))
+    done = sample(tmp_path, "--run", "runs/tiny", "--prompts", "2", "--samples", "2")
+    assert done.returncode == 0, done.stderr
+    assert "KeyError: 'gold'" in done.stdout
+    assert "2 of 2 solved, mean 1.500, 2 ungraded" in " ".join(done.stdout.splitlines()[-2:])
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -2,7 +2,9 @@
 
 The module may also define
 - `prepare()`, called once in each grader process before it grades (slow imports, model loading: not counted against the timeout);
-- `DISTRIBUTIONS: tuple[str, ...]`, packages that decide its scores: their versions go into `reward_version`.
+- `DISTRIBUTIONS: tuple[str, ...]`, packages that decide its scores: their versions go into `reward_version`;
+- `NEEDS_ANSWER: bool`, whether it compares with `prompt.answer`: True = no question may have an empty one, False = all may. Without it
+  those may that bring other fields (`prompt.item`).
 """
 
 import hashlib
@@ -54,6 +56,12 @@ def prepare_reward(spec: str) -> None:
     prepare = getattr(_load(spec)[0], "prepare", None)
     if callable(prepare):
         prepare()
+
+
+def needs_answer(spec: str) -> bool | None:
+    """The module's `NEEDS_ANSWER`; None if it does not say."""
+    stated = getattr(_load(spec)[0], "NEEDS_ANSWER", None)
+    return stated if isinstance(stated, bool) else None
 
 
 def reward_version(spec: str) -> str:

@@ -41,12 +41,12 @@ class Item:
 
     @property
     def question(self) -> str:
-        """The text of all messages, which identifies the question."""
+        """The text of all messages."""
         return "\n".join(message["content"] for message in self.messages)
 
 
 def question_hash(text: str) -> str:
-    """Hex sha256 of the normalised question: NFKC, case folded, white space collapsed."""
+    """Hex sha256 of the normalised question: NFKC, case folded, white space collapsed. Questions with the same one look alike."""
     normalised = " ".join(unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold()).split())
     return hashlib.sha256(normalised.encode("utf-8", "surrogatepass")).hexdigest()
 

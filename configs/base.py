@@ -74,6 +74,9 @@ def get_config() -> ConfigDict:
     c.data.held_out_seed = 5_000_000  # as above
     c.data.mix = ()  # domains (jaxprorl/data/domains.py) and tasks that training draws from; () = all. Evaluation always takes all
     c.data.system_prompt = ""  # system message of the chat template; empty = none
+    c.data.control_tokens_in_text = "text"  # `<|im_end|>` in a message: "text" = its letters, "allow" = the token (docs/tokenizers.md)
+    c.data.on_conflicting_answers = "error"  # two lines ask the same, and answers or fields differ; "warn" = keep the first, say so
+    c.data.overlong_prompts = "error"  # longer than rollout.max_prompt_tokens; "drop" = left out, counted and listed
 
     # Supervised warm start: the base model of runs without `model.path` (see jaxprorl/warmstart).
     c.warmstart = ConfigDict()
@@ -98,7 +101,7 @@ def get_config() -> ConfigDict:
     c.rollout.engine = "jax"  # "jax" = in this process, on its devices; "vllm" = worker processes (docs/rollouts.md)
     c.rollout.samples_per_prompt = 8  # n, group size (ProRL: 16)
     c.rollout.temperature = 1.2  # ProRL section 3.2; log-probs are taken at this temperature everywhere
-    c.rollout.max_prompt_tokens = 24  # longer prompts are refused at start
+    c.rollout.max_prompt_tokens = 24  # longer prompts are refused, or dropped, by data.overlong_prompts
     c.rollout.max_response_tokens = 48  # a completion that reaches it without a stop id finishes as `length`
     c.rollout.min_response_tokens = 0  # no stop id is drawn before so many tokens; log-probs are the policy's; "jax" only
     c.rollout.slots = 256  # completions decoded together; a free one takes the next sample. They and the limits decide the cache's memory

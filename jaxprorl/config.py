@@ -192,7 +192,7 @@ def _check_choices(config: ConfigDict) -> None:
     source = config.data.source
     jsonl = source.startswith("jsonl:")
     _require(source == "reasoning_gym" or jsonl, "data.source", source, "use 'reasoning_gym' or 'jsonl:PATH'")
-    _require(not jsonl or Path(source[6:]).is_file(), "data.source", source, "no such file; the path starts at the current directory")
+    _require(not jsonl or Path(source[6:]).exists(), "data.source", source, "no such file; the path starts at the current directory")
     _require(
         bool(config.data.tasks) or (jsonl and bool(path)),
         "data.tasks",

@@ -64,6 +64,9 @@ ALARMS = (
 # Written out, because the tables of `algorithms` and `resets` take JAX; a test compares them.
 CHOICES = {
     "on_existing": ("resume", "replace"),
+    "data.control_tokens_in_text": ("text", "allow"),
+    "data.on_conflicting_answers": ("error", "warn"),
+    "data.overlong_prompts": ("error", "drop"),
     "model.dtype": ("float32", "bfloat16"),
     "model.reference_dtype": ("float32", "bfloat16"),
     "model.attention": ("auto", *ATTENTION),

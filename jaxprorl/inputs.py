@@ -1,16 +1,27 @@
 """What a run is given, read and checked before it has a folder or touches a device: questions, rewards, and where its start model is."""
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from jaxprorl.data.domains import choose
-from jaxprorl.data.splits import Items, load_items
+from jaxprorl.data.duplicates import Finding
+from jaxprorl.data.prompts import Item
+from jaxprorl.data.splits import Items, Splits, load_items, load_splits
+from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.errors import ConfigError
 from jaxprorl.models import hf
+from jaxprorl.monitoring import jsonl
 from jaxprorl.recipe import stage_configs
 from jaxprorl.rewards.trial import try_rewards
 from jaxprorl.run_folder import RunFolder
+from jaxprorl.types import Prompt
+
+ROWS_IN_EVENT = 20
 
 
 def read_inputs(config: ConfigDict) -> Items:
@@ -24,13 +35,29 @@ def read_inputs(config: ConfigDict) -> Items:
     for stage_config in stage_configs(config):
         check_items(stage_config, items)
     try_rewards(config, choose(items.train, stage_configs(config)[0].data.mix)[0], items.held_out[0])
+    if config.model.path:
+        read_prompts(config, load_tokenizer(model_folder(Path(config.model.path))), items)
     return items
 
 
-def check_items(config: ConfigDict, items: Items) -> None:
-    """Refuses a stage's config that the questions do not suffice for, or that names domains which they do not have."""
+def read_prompts(config: ConfigDict, tokenizer: Tokenizer, items: Items) -> Splits:
+    """The questions as prompts, once those that are not too long suffice for every stage.
+
+    Raises:
+        ConfigError, DataError: names the field, or file and line.
+    """
+    splits = load_splits(config, tokenizer, items)
+    if splits.findings != items.findings:
+        for stage_config in stage_configs(config):
+            check_items(stage_config, splits)
+    return splits
+
+
+def check_items(config: ConfigDict, items: Items | Splits) -> None:
+    """Refuses a stage's config that the questions or prompts do not suffice for, or that names domains which they do not have."""
     mix, domains = config.data.mix, sorted({item.domain for item in items.train})
-    count = len(choose(items.train, mix))
+    train: Sequence[Item | Prompt] = items.train
+    count = len(choose(train, mix))
     if count < config.batch.prompts:
         of_these = f" of {', '.join(mix)}" if mix else ""
         raise ConfigError(
@@ -43,12 +70,25 @@ def check_items(config: ConfigDict, items: Items) -> None:
 
 def head_dim(config: ConfigDict) -> int:
     """Width of the model's heads, known before there is a model."""
-    path = Path(config.model.path)
     if not config.model.path:
         return int(config.model.head_dim)
-    return hf.read_config(RunFolder(path).base_model if is_run(path) else path).head_dim
+    return hf.read_config(model_folder(Path(config.model.path))).head_dim
+
+
+def model_folder(path: Path) -> Path:
+    """Where the tokenizer and `config.json` of a start model are: its folder, or that in the run which it is the newest checkpoint of."""
+    return RunFolder(path).base_model if is_run(path) else path
 
 
 def is_run(path: Path) -> bool:
     """True if a folder is a run's, not a model's."""
     return RunFolder(path).checkpoints.is_dir()
+
+
+def record_findings(findings: Sequence[Finding], folder: RunFolder) -> dict[str, Any]:
+    """What the event `data` tells of rows that were left out or look alike; where they are many, all go to `data_findings.jsonl`."""
+    rows = [asdict(finding) for finding in findings]
+    if len(rows) > ROWS_IN_EVENT:
+        text = "".join(f"{jsonl.encode(row)}\n" for row in rows)
+        (folder.path / "data_findings.jsonl").write_text(text, encoding="utf-8")
+    return {"findings": dict(Counter(row["kind"] for row in rows)), "rows": rows[:ROWS_IN_EVENT]} if rows else {}

@@ -21,14 +21,15 @@ from jaxprorl import watch as watching
 from jaxprorl.checkpoint import Checkpoints, Host, newest_sound_step, read_host, require_space, restore_params, restore_state
 from jaxprorl.compilation import use_compilation_cache
 from jaxprorl.data.domains import choose
+from jaxprorl.data.duplicates import lines
 from jaxprorl.data.prompts import check_chat_template
-from jaxprorl.data.splits import Items, Splits, fingerprint, load_items, load_splits
+from jaxprorl.data.splits import Items, Splits, fingerprint, load_items
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.errors import CheckpointError, ConfigError
 from jaxprorl.evaluation.harness import evaluate
 from jaxprorl.evaluation.statistics import rate_text
 from jaxprorl.grading import check_graders
-from jaxprorl.inputs import head_dim, is_run, read_inputs
+from jaxprorl.inputs import head_dim, is_run, model_folder, read_inputs, read_prompts, record_findings
 from jaxprorl.model_folder import check_vocabulary
 from jaxprorl.models import hf
 from jaxprorl.models.compute import choose_compute
@@ -112,6 +113,8 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack, items: Items 
     for line in never_reached(config):
         progress.note(f"WARNING: {line}")
     items = read_inputs(config) if items is None else items
+    for line in lines(items.findings):
+        progress.note(f"WARNING: {line}")
     domains = {item.domain for item in items.train}
     step, damaged = newest_sound_step(folder.checkpoints, config.checkpoint.on_damage)
     for problem in damaged:
@@ -132,7 +135,9 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack, items: Items 
     tokenizer = load_tokenizer(folder.base_model)
     model_config = hf.read_config(folder.base_model)
     check_model(longest(configs), model_config, tokenizer)
-    splits = load_splits(config, tokenizer, items)
+    splits = read_prompts(config, tokenizer, items)
+    for line in lines(splits.findings[len(items.findings) :]):
+        progress.note(f"WARNING: {line}")
 
     shardings = state_shardings(config, model_config, mesh)
     identity = identify(config, tokenizer, splits)
@@ -275,15 +280,16 @@ def prepare_devices(config: ConfigDict) -> Mesh:
 
 
 def base_model(config: ConfigDict, mesh: Mesh, progress: Progress, items: Items | None = None) -> tuple[Path, bool]:
-    """The folder of the start model, and whether it was there already. `items` of `config.data` save drawing them again."""
+    """The folder of the start model, and whether it was there already. `items` are what RL trains on; without them nothing is checked."""
     if config.model.path:
         return Path(config.model.path), True
     source = config.copy_and_resolve_references()
     with source.unlocked():
         source.data.source = "reasoning_gym"  # demonstrations come from the tasks, whatever RL trains on
-    if items is None or source.data.source != config.data.source:
-        items = load_items(source)
-    return fit.base_model(source, items, mesh, progress.phase)
+    if items is None or source.data.source == config.data.source:
+        return fit.base_model(source, items or load_items(source), mesh, progress.phase)
+    own = items  # they are rendered, and measured, as soon as the tokenizer is there
+    return fit.base_model(source, load_items(source), mesh, progress.phase, lambda tokenizer: read_prompts(config, tokenizer, own))
 
 
 def check_model(config: ConfigDict, model_config: Qwen2Config, tokenizer: Tokenizer) -> None:
@@ -305,7 +311,7 @@ def adopt_tokenizer(base: Path, folder: RunFolder) -> None:
     Raises:
         DataError: the tokenizer or its chat template is not usable.
     """
-    base = RunFolder(base).base_model if is_run(base) else base
+    base = model_folder(base)
     check_chat_template(load_tokenizer(base))  # before anything is copied: errors name the folder that the user gave
     shutil.rmtree(folder.base_model, ignore_errors=True)
     folder.base_model.mkdir(parents=True)
@@ -365,7 +371,8 @@ def record_start(training: Training, cached: bool) -> None:
     )  # fmt: skip
     counts = {name: len(getattr(splits, name)) for name in ("train", "validation", "held_out")}
     removed = sum(count["duplicates"] + count["in_other_split"] for count in splits.counts.values())
-    recorder.event(0, "data", **counts, duplicates_removed=removed, fingerprint=fingerprint(splits))
+    found = record_findings(splits.findings, training.folder)
+    recorder.event(0, "data", **counts, duplicates_removed=removed, fingerprint=fingerprint(splits), **found)
     warm_start = training.folder.path / "warm_start.json"
     if warm_start.is_file():
         facts = json.loads(warm_start.read_text())

@@ -7,7 +7,7 @@ from jaxprorl.data.prompts import Item
 from jaxprorl.errors import ConfigError
 from jaxprorl.types import Prompt
 
-Question = TypeVar("Question", Item, Prompt)
+Question = TypeVar("Question", bound=Item | Prompt)
 
 # Name -> whether a question is of that domain. Its own `domain` is finer: of a puzzle it is reasoning-gym's category.
 DOMAINS: Mapping[str, Callable[[Item | Prompt], bool]] = {

@@ -13,6 +13,7 @@ import jinja2.ext
 import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from jaxprorl.data.control_tokens import MARKED_CONTENT, ControlTokens, unmark
 from jaxprorl.data.tokenizer import Tokenizer
 from jaxprorl.errors import DataError
 from jaxprorl.types import Prompt
@@ -40,12 +41,12 @@ class Item:
 
     @property
     def question(self) -> str:
-        """The text of all messages, which identifies the question."""
+        """The text of all messages."""
         return "\n".join(message["content"] for message in self.messages)
 
 
 def question_hash(text: str) -> str:
-    """Hex sha256 of the normalised question: NFKC, case folded, white space collapsed."""
+    """Hex sha256 of the normalised question: NFKC, case folded, white space collapsed. Questions with the same one look alike."""
     normalised = " ".join(unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold()).split())
     return hashlib.sha256(normalised.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -72,15 +73,31 @@ def render_text(tokenizer: Tokenizer, messages: Messages, add_generation_prompt:
         raise DataError(f"{tokenizer.path}: the chat template failed: {error}") from error
 
 
-def render(tokenizer: Tokenizer, messages: Messages, add_generation_prompt: bool = True) -> list[int]:
+def render(tokenizer: Tokenizer, messages: Messages, add_generation_prompt: bool = True, control_tokens_in_text: str = "text") -> list[int]:
     """Token ids of a conversation. Nothing else in the package turns a prompt into ids, so no prompt gets a second BOS.
 
     Only the template writes a BOS: whatever the tokenizer puts before plain text is left out, as in transformers' `apply_chat_template`.
 
+    Args:
+        control_tokens_in_text: what a message spells becomes: "text" = letters, so that only the template writes control tokens;
+            "allow" = the token, as in transformers.
+
     Raises:
-        DataError: see `render_text`; or the ids hold more than one BOS.
+        DataError: see `render_text`; the template changes text that spells a control token; or the ids hold more than one BOS.
     """
-    ids = tokenizer.encode(render_text(tokenizer, messages, add_generation_prompt))
+    text, controls = render_text(tokenizer, messages, add_generation_prompt), _control_tokens(tokenizer)
+    if control_tokens_in_text == "allow" or not any(controls.are_spelled(message["content"]) for message in messages):
+        ids = tokenizer.encode(text)
+    else:
+        marked, marks = controls.mark(messages, tokenizer.chat_template)
+        marked_text = render_text(tokenizer, marked, add_generation_prompt)
+        if unmark(marked_text, marks) != text:
+            raise DataError(
+                f"{tokenizer.path}: the chat template treats {' and '.join(map(repr, marks.values()))} in a message in a way of its "
+                "own, so it is not known which control tokens are the message's. Take it out of the message, or, if it is meant as a "
+                "token, set data.control_tokens_in_text = 'allow'"
+            )
+        ids = controls.encode(marked_text, marks)
     bos = tokenizer.bos_id
     # A BOS that is also a stop token may close every turn; elsewhere a second one is a fault.
     seen = ids[:2] if bos in tokenizer.stop_ids else ids
@@ -90,6 +107,13 @@ def render(tokenizer: Tokenizer, messages: Messages, add_generation_prompt: bool
             "1 at most is right: the chat template must write it once, and no message may hold it"
         )
     return ids
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of text that is no conversation, with control tokens that it spells as letters."""
+    controls = _control_tokens(tokenizer)
+    marked, marks = controls.mark([{"content": text}], "")
+    return controls.encode(marked[0]["content"], marks) if marks else tokenizer.encode(text)
 
 
 def check_chat_template(tokenizer: Tokenizer) -> None:
@@ -110,14 +134,37 @@ def check_chat_template(tokenizer: Tokenizer) -> None:
         )
 
 
-def build_prompt(tokenizer: Tokenizer, item: Item, prompt_id: int, system_prompt: str = "") -> Prompt:
-    """Renders an item. `system_prompt` goes first unless it is empty or the item brings its own system message."""
+def build_prompt(tokenizer: Tokenizer, item: Item, prompt_id: int, system_prompt: str = "", control_tokens_in_text: str = "text") -> Prompt:
+    """Renders an item. `system_prompt` goes first unless it is empty or the item brings its own system message.
+
+    Raises:
+        DataError: see `render`; names the item's place.
+    """
     messages = list(item.messages)
     if system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
-    token_ids = np.asarray(render(tokenizer, messages), dtype=np.int32)
+    try:
+        ids = render(tokenizer, messages, control_tokens_in_text=control_tokens_in_text)
+    except DataError as error:
+        raise DataError(f"{item.place}: {error}") from error
+    token_ids = np.asarray(ids, dtype=np.int32)
     token_ids.flags.writeable = False
     return Prompt(prompt_id=prompt_id, domain=item.domain, token_ids=token_ids, task=item.task, answer=item.answer, item=item.item)
+
+
+@lru_cache(maxsize=8)
+def _control_tokens(tokenizer: Tokenizer) -> ControlTokens:
+    return ControlTokens(tokenizer, _written_by_template(tokenizer))
+
+
+def _written_by_template(tokenizer: Tokenizer) -> str:
+    """What the chat template writes around the messages of a conversation that all roles have a part in, or of one question."""
+    for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user"), ("user",)):
+        try:
+            return render_text(tokenizer, [{"role": role, "content": MARKED_CONTENT} for role in roles], add_generation_prompt=False)
+        except DataError:  # some templates refuse a system message; a broken one is told of where a prompt is rendered
+            continue
+    return ""
 
 
 @lru_cache(maxsize=8)

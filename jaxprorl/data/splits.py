@@ -5,17 +5,18 @@ Train feeds the updates; validation feeds gates, weights and the periodic series
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
-from typing import Any
 
 from ml_collections import ConfigDict
 
 from jaxprorl.data import jsonl
+from jaxprorl.data.duplicates import SHOWN, Finding, check_disjoint, distinct_rows, prompt_ids
 from jaxprorl.data.prompts import Item, build_prompt, question_hash
 from jaxprorl.data.tokenizer import Tokenizer
 from jaxprorl.errors import DataError
+from jaxprorl.rewards.registry import needs_answer
 from jaxprorl.types import Prompt
 
 SPLITS = jsonl.SPLITS
@@ -26,23 +27,26 @@ DRAW_FACTOR = 4  # items drawn at most, as a multiple of the distinct questions 
 class Items:
     """The questions of each split before rendering.
 
-    `counts` says per split what became of the items drawn: {"kept", "duplicates", "in_other_split"}.
+    `counts` says per split what became of the items drawn: {"kept", "duplicates", "in_other_split"}. `findings` are of rows that a user
+    wrote: what was left out, and what looks alike.
     """
 
     train: tuple[Item, ...]
     validation: tuple[Item, ...]
     held_out: tuple[Item, ...]
     counts: Mapping[str, Mapping[str, int]]
+    findings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The prompts of each split, grouped by task in a fixed order; `counts` as in `Items`."""
+    """The prompts of each split, grouped by task in a fixed order; `counts` as in `Items`, `findings` of long prompts too."""
 
     train: tuple[Prompt, ...]
     validation: tuple[Prompt, ...]
     held_out: tuple[Prompt, ...]
     counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
 
 
 def load_items(config: ConfigDict) -> Items:
@@ -58,54 +62,58 @@ def load_items(config: ConfigDict) -> Items:
     if source == "reasoning_gym":
         drawn = _reasoning_gym(config)
     elif source.startswith("jsonl:"):
-        drawn = _jsonl(source.removeprefix("jsonl:"))
+        drawn = _jsonl(config, source.removeprefix("jsonl:"))
     else:
         raise DataError(f"data.source = {source!r}: use 'reasoning_gym' or 'jsonl:PATH'")
-    items, counts = drawn
-    check_disjoint({name: [item.question for item in items[name]] for name in SPLITS})
-    return Items(**{name: tuple(items[name]) for name in SPLITS}, counts=counts)
+    items, counts, findings = drawn
+    findings += check_disjoint(items)
+    return Items(**{name: tuple(items[name]) for name in SPLITS}, counts=counts, findings=tuple(findings))
 
 
 def load_splits(config: ConfigDict, tokenizer: Tokenizer, items: Items | None = None) -> Splits:
     """Renders the questions of `load_items` (or of `items`, to save drawing them again).
 
     Raises:
-        DataError: see `load_items`; or a prompt is longer than `rollout.max_prompt_tokens`.
+        DataError: see `load_items`; or prompts are longer than `rollout.max_prompt_tokens` and `data.overlong_prompts` is "error", or none
+            is left without them.
     """
     items = load_items(config) if items is None else items
-    limit = config.rollout.max_prompt_tokens
-    taken: set[int] = set()
+    limit, data = config.rollout.max_prompt_tokens, config.data
+    by_split = {name: getattr(items, name) for name in reversed(SPLITS)}  # held-out first: its ids do not depend on what is trained on
+    ids = prompt_ids(by_split)
     prompts: dict[str, tuple[Prompt, ...]] = {}
-    for name in reversed(SPLITS):  # held-out first: its ids do not depend on how much is trained on
+    overlong: list[Finding] = []
+    for name in by_split:
         rendered = []
-        for item in getattr(items, name):
-            prompt = build_prompt(tokenizer, item, _prompt_id(item, taken), config.data.system_prompt)
+        for item, prompt_id in zip(by_split[name], ids[name], strict=True):
+            prompt = build_prompt(tokenizer, item, prompt_id, data.system_prompt, data.control_tokens_in_text)
             if len(prompt.token_ids) > limit:
-                raise DataError(
-                    f"{item.place}: the prompt has {len(prompt.token_ids)} tokens, rollout.max_prompt_tokens = {limit}; "
-                    "raise the field or leave out the item"
-                )
-            rendered.append(prompt)
+                overlong.append(Finding("overlong", item.place, detail=f"{len(prompt.token_ids)} tokens"))
+            else:
+                rendered.append(prompt)
         prompts[name] = tuple(rendered)
-    return Splits(**prompts, counts=items.counts)
+    if overlong and data.overlong_prompts == "error":
+        first, *others = overlong
+        also = ", ".join(f"{finding.place} has {finding.detail}" for finding in others[: SHOWN - 1])
+        more = f" ({len(others)} more are longer: {also}{', ...' * (len(others) >= SHOWN)})" if others else ""
+        raise DataError(
+            f"{first.place}: the prompt has {first.detail}, rollout.max_prompt_tokens = {limit}{more}; "
+            "raise the field, or set data.overlong_prompts = 'drop' to leave such prompts out"
+        )
+    emptied = next(_emptied(by_split, prompts, data.source), None)
+    if emptied:
+        raise DataError(f"rollout.max_prompt_tokens = {limit}: all prompts of {emptied} are longer; raise it")
+    return Splits(**prompts, counts=items.counts, findings=items.findings + tuple(overlong))
 
 
-def check_disjoint(questions: Mapping[str, Iterable[str]]) -> None:
-    """Compares the normalised question hashes of every pair of splits.
-
-    Raises:
-        DataError: some splits share questions; says how many and shows one.
-    """
-    hashes = {name: {question_hash(text): text for text in texts} for name, texts in questions.items()}
-    names = list(hashes)
-    for position, first in enumerate(names):
-        for second in names[position + 1 :]:
-            shared = sorted(hashes[first].keys() & hashes[second].keys())
-            if shared:
-                raise DataError(
-                    f"the splits {first} and {second} share {len(shared)} questions, e.g. {hashes[first][shared[0]][:200]!r}; "
-                    "what is trained on must not be measured on: remove them from one of the two"
-                )
+def _emptied(items: Mapping[str, tuple[Item, ...]], prompts: Mapping[str, tuple[Prompt, ...]], source: str) -> Iterator[str]:
+    """What has lost all its prompts: splits, and tasks that the config names (those of a file may go)."""
+    for name in items:
+        if items[name] and not prompts[name]:
+            yield f"the {name} split"
+        elif source == "reasoning_gym":
+            for task in sorted({item.task for item in items[name]} - {prompt.task for prompt in prompts[name]}):
+                yield f"data.tasks.{task} in the {name} split"
 
 
 def fingerprint(splits: Splits) -> str:
@@ -119,7 +127,7 @@ def fingerprint(splits: Splits) -> str:
     return digest.hexdigest()
 
 
-Drawn = tuple[dict[str, list[Item]], dict[str, dict[str, int]]]
+Drawn = tuple[dict[str, list[Item]], dict[str, dict[str, int]], list[Finding]]
 
 
 def _reasoning_gym(config: ConfigDict) -> Drawn:
@@ -146,21 +154,28 @@ def _reasoning_gym(config: ConfigDict) -> Drawn:
                 )
             items[name] += kept
             elsewhere |= hashes
-    return items, counts
+    return items, counts, []
 
 
-def _jsonl(path: str) -> Drawn:
-    assigned = jsonl.assign(jsonl.read(path), path)
-    items, counts = {}, {}
+def _jsonl(config: ConfigDict, path: str) -> Drawn:
+    lines = jsonl.read(path)
+    for reward in dict.fromkeys((config.reward, config.evaluation.reward or config.reward)):
+        jsonl.check_answers(lines, path, needs_answer(reward), reward)
+    assigned = jsonl.assign(lines, path)
+    items, counts, findings = {}, {}, list[Finding]()
     for name in SPLITS:
-        counts[name] = {"kept": 0, "duplicates": 0, "in_other_split": 0}
-        kept, _ = _distinct(iter(assigned[name]), len(assigned[name]), set(), counts[name])
+        kept, left_out = distinct_rows(assigned[name], config.data.on_conflicting_answers)
+        counts[name] = {"kept": len(kept), "duplicates": len(left_out), "in_other_split": 0}
         items[name] = sorted(kept, key=lambda item: item.task)  # stable: the file's order within a task
-    return items, counts
+        findings += left_out
+    return items, counts, findings
 
 
 def _distinct(stream: Iterator[Item], wanted: int, elsewhere: set[str], counts: dict[str, int]) -> tuple[list[Item], set[str]]:
-    """The first `wanted` items with a new question that is not `elsewhere`; what is passed over is added to `counts`."""
+    """The first `wanted` items with a new question that is not `elsewhere`; what is passed over is added to `counts`.
+
+    A generator makes others, so what only looks like a question that is there (`Lota`, `lota`) is passed over too.
+    """
     kept: list[Item] = []
     hashes: set[str] = set()
     for item in stream:
@@ -192,15 +207,3 @@ def _check_ranges(seeds: Mapping[str, int], wanted: Mapping[str, int]) -> None:
                 f"data.{lower}_seed = {seeds[lower]} and data.{upper}_seed = {seeds[upper]} are too close: item i uses seed + i, and up to "
                 f"{reach} items are drawn ({DRAW_FACTOR} x data.{lower}_per_task); set data.{upper}_seed above {seeds[lower] + reach}"
             )
-
-
-def _prompt_id(item: Item, taken: set[int]) -> int:
-    """A number from the question itself, below 2^31 so that random generators can fold it in; on a clash the next hash decides."""
-    key: list[Any] = [item.domain, item.task, question_hash(item.question)]
-    for attempt in range(len(taken) + 1000):
-        digest = hashlib.sha256(json.dumps([*key, attempt]).encode()).digest()
-        prompt_id = int.from_bytes(digest[:4], "big") >> 1
-        if prompt_id not in taken:
-            taken.add(prompt_id)
-            return prompt_id
-    raise DataError(f"{item.place}: no free prompt id")

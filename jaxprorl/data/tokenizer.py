@@ -11,7 +11,7 @@ import tokenizers
 from jaxprorl.errors import DataError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one tokenizer equals itself alone, so that what is made from it can be kept beside it
 class Tokenizer:
     """Text to ids and back, plus what sampling and rendering need to know of the folder.
 

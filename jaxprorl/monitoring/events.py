@@ -19,7 +19,12 @@ EVENTS: dict[str, tuple[str, str]] = {
     ),
     "resume": ("a run goes on from a checkpoint", "checkpoint_step, metrics_offset?, events_offset?, devices, micro_batch_rows"),
     "warm_start": ("the base model is ready", "cached (bool), fingerprint, skill_updates?, careless_updates?, solve_rate?"),
-    "data": ("splits made and compared", "train, validation, held_out (items), duplicates_removed?, fingerprint?"),
+    "data": (
+        "splits made and compared",
+        "train, validation, held_out (items), duplicates_removed?, fingerprint?, findings? {kind: count} (rows left out as duplicate, "
+        "conflict or overlong, and look_alike ones, which stay), rows? [the first of them: kind, place, other, detail; all are in "
+        "data_findings.jsonl where they are more]",
+    ),
     "compile": (
         "an executable was built before the loop",
         "name, shapes?, time_s?, memory_bytes? {argument, output, alias (shared by these), temp: the compiler's estimate per device}, "

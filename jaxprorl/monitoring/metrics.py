@@ -102,6 +102,11 @@ METRICS: dict[str, tuple[str, str]] = {
 }
 _PLACEHOLDERS = (".TASK", ".DOMAIN")
 
+# Names that no task may have, since a metric has them: of "validation.items" it is "items".
+TAKEN_BY_METRICS = frozenset(
+    rest for head, _, rest in (name.partition(".") for name in METRICS) if f"{head}.TASK" in METRICS and rest != "TASK"
+)
+
 
 def check_name(name: str, tasks: Collection[str] | None = None, domains: Collection[str] | None = None) -> None:
     """Raises ValueError unless `name` is in METRICS, where `.TASK` and `.DOMAIN` match one of those given (None: any)."""
@@ -114,6 +119,10 @@ def check_name(name: str, tasks: Collection[str] | None = None, domains: Collect
                 return
             raise ValueError(f"metric {name!r}: neither in METRICS nor is {rest!r} one of the {kind} {sorted(allowed)}")
     raise ValueError(f"metric {name!r} is not in METRICS (jaxprorl/monitoring/metrics.py): a typo, or add it with unit and meaning")
+
+
+def _taken_by(task: str) -> str:
+    return next(name for name in METRICS if name.partition(".")[2] == task and f"{name.partition('.')[0]}.TASK" in METRICS)
 
 
 def _number(name: str, value: float) -> int | float:
@@ -138,11 +147,8 @@ class MetricsLog(jsonl.JsonLog):
     """
 
     def __init__(self, path: str | os.PathLike[str], tasks: Collection[str] | None = None, domains: Collection[str] | None = None) -> None:
-        heads = [name.removesuffix(".TASK") for name in METRICS if name.endswith(".TASK")]
-        for task in tasks or ():
-            for name in (f"{head}.{task}" for head in heads):
-                if name in METRICS:
-                    raise ValueError(f"a task named {task!r} would collide with the metric {name!r}: rename the task")
+        for task in sorted(TAKEN_BY_METRICS.intersection(tasks or ())):
+            raise ValueError(f"a task named {task!r} would collide with the metric {_taken_by(task)!r}: rename the task")
         super().__init__(path)
         self._tasks = None if tasks is None else frozenset(tasks)
         self._domains = None if domains is None else frozenset(domains)

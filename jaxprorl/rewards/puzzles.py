@@ -24,6 +24,7 @@ from jaxprorl.rewards import answers
 from jaxprorl.types import Prompt
 
 DISTRIBUTIONS = ("reasoning-gym",)
+NEEDS_ANSWER = False  # the puzzle itself is what it grades by
 
 EXECUTES_ANSWER = frozenset(
     (

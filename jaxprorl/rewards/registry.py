@@ -2,7 +2,9 @@
 
 A reward returns a finite real number, or a `Graded` (see `graded`). The module may also define
 - `prepare()`, called once in each grader process before it grades (slow imports, model loading: not counted against the timeout);
-- `DISTRIBUTIONS: tuple[str, ...]`, packages that decide its scores: their versions go into `reward_version`.
+- `DISTRIBUTIONS: tuple[str, ...]`, packages that decide its scores: their versions go into `reward_version`;
+- `NEEDS_ANSWER: bool`, whether it compares with `prompt.answer`: True = no question may have an empty one, False = all may. Without it
+  those may that bring other fields (`prompt.item`).
 """
 
 import hashlib
@@ -135,6 +137,12 @@ def prepare_reward(spec: str) -> None:
         prepare = getattr(module, "prepare", None)
         if callable(prepare):
             prepare()
+
+
+def needs_answer(spec: str) -> bool | None:
+    """Whether some function's module says `NEEDS_ANSWER = True`; None if none does and some module does not say."""
+    stated = [None if part.stored else getattr(_load(part, spec)[0], "NEEDS_ANSWER", None) for part in parse(spec)]
+    return True if True in stated else None if None in stated else False
 
 
 def reward_version(spec: str) -> str:

@@ -6,6 +6,8 @@ from fractions import Fraction
 from jaxprorl.rewards import answers
 from jaxprorl.types import Prompt
 
+NEEDS_ANSWER = True
+
 # Exponents have at most 3 digits: Fraction("1e999999999") would fill the memory.
 _NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][+-]?\d{1,3})?", re.ASCII)
 

@@ -4,7 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 ROLLOUT_FIELDS = ("max_prompt_tokens", "max_response_tokens", "slots", "decode_chunk_tokens")
-OF_THE_RL_RUN = (("data", "source"), ("model", "path"), ("model", "reference_dtype"), ("model", "attention"))
+OF_THE_RL_RUN = (
+    ("data", "source"),
+    ("data", "on_conflicting_answers"),
+    ("model", "path"),
+    ("model", "reference_dtype"),
+    ("model", "attention"),
+)
 
 
 def start_fields(config: Mapping[str, Any]) -> dict[str, Any]:

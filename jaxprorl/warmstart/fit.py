@@ -10,7 +10,7 @@ import hashlib
 import importlib.metadata
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxprorl.data.prompts import build_prompt
+from jaxprorl.data.prompts import encode_text
 from jaxprorl.data.splits import Items, load_splits
 from jaxprorl.data.tokenizer import Tokenizer
 from jaxprorl.errors import GraderError
@@ -36,6 +36,7 @@ from jaxprorl.rewards.pool import GraderPool, require_graded
 from jaxprorl.rollout.engine import Sampling
 from jaxprorl.rollout.jax_engine import JaxEngine
 from jaxprorl.sharding.mesh import batch_sharding, like_params, moment_shardings, param_shardings, replicated
+from jaxprorl.types import Prompt
 from jaxprorl.warmstart import solutions
 from jaxprorl.warmstart.fields import start_fields
 from jaxprorl.warmstart.tokenizer import build_tokenizer
@@ -63,11 +64,14 @@ def fingerprint(config: ConfigDict) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-def base_model(config: ConfigDict, items: Items, mesh: Mesh, report: Report) -> tuple[Path, bool]:
+def base_model(
+    config: ConfigDict, items: Items, mesh: Mesh, report: Report, check_tokenizer: Callable[[Tokenizer], object] = lambda tokenizer: None
+) -> tuple[Path, bool]:
     """The Hugging Face folder of the base model, made now unless the cache holds it.
 
     Args:
         items: the reasoning-gym items of `config.data.tasks`; demonstrations come from train, gates look at validation.
+        check_tokenizer: called with the new model's tokenizer before the long work; what it raises ends it.
 
     Returns:
         The folder, with `warm_start.json` inside, and whether it came from the cache.
@@ -80,6 +84,7 @@ def base_model(config: ConfigDict, items: Items, mesh: Mesh, report: Report) -> 
     scratch = folder.with_name(f"{folder.name}.tokenizer")
     shutil.rmtree(scratch, ignore_errors=True)
     tokenizer = build_tokenizer(items.train, scratch, config.data.system_prompt)
+    check_tokenizer(tokenizer)
     model_config = model_shape(config, tokenizer)
     params, facts = fit(config, model_config, tokenizer, items, mesh, report)
     texts = {"warm_start.json": json.dumps(facts, indent=2, sort_keys=True) + "\n"}
@@ -113,7 +118,7 @@ def fit(
     gate_prompts = first_per_task(splits.validation, config.warmstart.gate_items_per_task)
     engine = JaxEngine(config, model_config, mesh, tokenizer.stop_ids)
     engine.compile(params, [1])
-    clean, careless = demonstrations(tokenizer, items, config.data.system_prompt, config.seed)
+    clean, careless = demonstrations(tokenizer, splits.train, config.seed)
     trainer = _Trainer(config, model_config, mesh, params)
 
     def check(seed: int) -> dict[str, Any]:
@@ -205,22 +210,21 @@ EXPLANATION = (
 )
 
 
-def demonstrations(tokenizer: Tokenizer, items: Items, system_prompt: str, seed: int) -> tuple[Demonstrations, Demonstrations]:
-    """Clean and careless demonstrations of every train item, by task, ready to pack."""
+def demonstrations(tokenizer: Tokenizer, prompts: Sequence[Prompt], seed: int) -> tuple[Demonstrations, Demonstrations]:
+    """Clean and careless demonstrations of every train prompt, by task, ready to pack."""
     answers: dict[str, list[str]] = {}
-    for item in items.train:
-        answers.setdefault(item.task, []).append(solutions.worked_solution(item.task, item.item["entry"])[1])
+    for prompt in prompts:
+        answers.setdefault(prompt.task, []).append(solutions.worked_solution(prompt.task, prompt.item["entry"])[1])
     clean: Demonstrations = {}
     careless: Demonstrations = {}
     stop = [tokenizer.stop_ids[0]]
-    for item in items.train:
-        prompt_ids = build_prompt(tokenizer, item, 0, system_prompt).token_ids
-        entry = item.item["entry"]
+    for prompt in prompts:
+        entry = prompt.item["entry"]
         for target, text in (
-            (clean, solutions.demonstration(item.task, entry)),
-            (careless, solutions.careless(item.task, entry, answers[item.task], seed)),
+            (clean, solutions.demonstration(prompt.task, entry)),
+            (careless, solutions.careless(prompt.task, entry, answers[prompt.task], seed)),
         ):
-            target.setdefault(item.task, []).append(Sample(prompt_ids, np.array(tokenizer.encode(text) + stop, np.int32)))
+            target.setdefault(prompt.task, []).append(Sample(prompt.token_ids, np.array(encode_text(tokenizer, text) + stop, np.int32)))
     return clean, careless
 
 

@@ -83,8 +83,10 @@ def test_one_bos_of_the_template_is_right(tokenizer: Tokenizer, adds_bos: bool) 
     once = with_bos(tokenizer, "{{ bos_token }}{{ messages[0].content }}", adds_bos)
     check_chat_template(once)
     assert render(once, USER) == [once.bos_id, *tokenizer.encode(USER[0]["content"])]
+    spelled = [{"role": "user", "content": "a<|im_start|>"}]
+    assert render(once, spelled).count(once.bos_id) == 1
     with pytest.raises(DataError, match=r"holds 2 BOS tokens \(<\|im_start\|>\), 1 at most is right.*no message may hold it"):
-        render(once, [{"role": "user", "content": "a<|im_start|>"}])
+        render(once, spelled, control_tokens_in_text="allow")
 
 
 def test_no_bos_is_right_unless_the_tokenizer_puts_one_before_text(tokenizer: Tokenizer) -> None:

@@ -9,9 +9,12 @@ from ml_collections import ConfigDict
 
 from configs import base
 from configs.quickstart import get_config
-from jaxprorl.data.splits import SPLITS, Items, Splits, check_disjoint, fingerprint, load_items, load_splits, question_hash
+from jaxprorl.data.duplicates import check_disjoint
+from jaxprorl.data.prompts import question_hash
+from jaxprorl.data.splits import SPLITS, Items, Splits, fingerprint, load_items, load_splits
 from jaxprorl.data.tokenizer import Tokenizer
 from jaxprorl.errors import DataError
+from jaxprorl.warmstart.tokenizer import build_tokenizer
 
 
 def _small(**tasks: Any) -> ConfigDict:
@@ -36,7 +39,7 @@ def test_quickstart_has_what_it_asks_for(quickstart_items: Items) -> None:
         for task in data.tasks:
             questions = [question_hash(i.question) for i in getattr(quickstart_items, name) if i.task == task]
             assert len(questions) == len(set(questions)) == data[f"{name}_per_task"]
-    check_disjoint({name: [item.question for item in getattr(quickstart_items, name)] for name in SPLITS})
+    assert check_disjoint({name: getattr(quickstart_items, name) for name in SPLITS}) == []
     assert len({item.domain for item in quickstart_items.train}) == 3
     assert quickstart_items.counts["train"]["kept"] == 8000
     assert quickstart_items.counts["train"]["in_other_split"] > 0
@@ -166,8 +169,10 @@ def test_jsonl_duplicates_are_dropped_and_counted(tmp_path: Path) -> None:
 
 def test_jsonl_overlap_refuses_to_run(tmp_path: Path) -> None:
     rows = [{"prompt": f"q{i}", "answer": "", "split": SPLITS[i % 3]} for i in range(9)]
-    rows.append({"prompt": " Q0\n", "answer": "", "split": "held_out"})
-    with pytest.raises(DataError, match=r"the splits train and held_out share 1 questions, e\.g\. 'q0'"):
+    rows.append({"prompt": "q0", "answer": "", "split": "held_out"})
+    with pytest.raises(
+        DataError, match=r"the splits train and held_out share 1 questions, e\.g\. .*q\.jsonl, line 1 and .*q\.jsonl, line 10: 'q0'"
+    ):
         load_items(_jsonl(tmp_path, rows))
 
 
@@ -181,10 +186,83 @@ def test_jsonl_long_prompt_names_the_line(tmp_path: Path, tokenizer: Tokenizer) 
     load_splits(config, tokenizer)
 
 
-def test_check_disjoint_counts_and_shows() -> None:
-    check_disjoint({"train": ["a", "a"], "validation": ["b"], "held_out": []})
-    with pytest.raises(DataError, match="the splits validation and held_out share 2 questions"):
-        check_disjoint({"train": ["a"], "validation": ["b", "c"], "held_out": ["C", " b "]})
+@pytest.mark.parametrize(
+    ("field", "reward", "told"),
+    [
+        ("reward", "jaxprorl.rewards.text:exact_match", "jaxprorl.rewards.text:exact_match needs one"),
+        ("evaluation.reward", "jaxprorl.rewards.text:exact_match", "jaxprorl.rewards.text:exact_match needs one"),
+        ("reward", "mine_of_a_user:score", "the line has no other field that mine_of_a_user:score could grade by"),
+    ],
+)
+def test_empty_answers_are_told_when_the_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, reward: str, told: str
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mine_of_a_user.py").write_text("def score(text, prompt):\n    return float(text == prompt.answer)\n")
+    rows = [{"prompt": f"q{i}", "answer": "" if i == 4 else "1"} for i in range(9)]
+    config = _jsonl(tmp_path, rows)
+    load_items(config)  # the default rewards grade by other fields
+    config.update_from_flattened_dict({field: reward})
+    with pytest.raises(DataError, match=rf'q\.jsonl, line 5: answer is "": {told}'):
+        load_items(config)
+
+
+def _with_long_ones(folder: Path) -> ConfigDict:
+    rows = [{"prompt": f"q{i}" + "x" * 60 * (i in (4, 7, 8, 11, 12)), "answer": str(i), "split": SPLITS[i % 3]} for i in range(15)]
+    config = _jsonl(folder, rows)
+    config.rollout.max_prompt_tokens = 63
+    return config
+
+
+def test_of_long_prompts_the_first_are_shown_and_the_others_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    message = (
+        r"q\.jsonl, line 9: the prompt has 64 tokens, rollout\.max_prompt_tokens = 63 \(4 more are longer: .*line 12 has 65 tokens, "
+        r".*line 5 has 64 tokens, \.\.\.\); raise the field, or set data\.overlong_prompts = 'drop'"
+    )
+    with pytest.raises(DataError, match=message):
+        load_splits(_with_long_ones(tmp_path), tokenizer)
+
+
+def test_long_prompts_are_dropped_where_the_config_says_so(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    config = _with_long_ones(tmp_path)
+    config.data.overlong_prompts = "drop"
+    splits = load_splits(config, tokenizer)
+    assert sorted(int(prompt.answer) for name in SPLITS for prompt in getattr(splits, name)) == [0, 1, 2, 3, 5, 6, 9, 10, 13, 14]
+    assert {finding.kind for finding in splits.findings} == {"overlong"} and len(splits.findings) == 5
+    config.rollout.max_prompt_tokens = 70
+    whole = load_splits(config, tokenizer)
+    ids = {prompt.answer: prompt.prompt_id for prompt in whole.train}
+    assert all(ids[prompt.answer] == prompt.prompt_id for prompt in splits.train), "what is dropped moves no id"
+
+
+def test_a_split_or_task_that_lost_all_its_prompts_is_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [{"prompt": f"q{i}" + "x" * 60 * (i % 3 == 1), "answer": str(i), "split": SPLITS[i % 3]} for i in range(9)]
+    config = _jsonl(tmp_path, rows)
+    config.rollout.max_prompt_tokens, config.data.overlong_prompts = 63, "drop"
+    with pytest.raises(DataError, match=r"rollout\.max_prompt_tokens = 63: all prompts of the validation split are longer; raise it"):
+        load_splits(config, tokenizer)
+    config = _small()
+    config.rollout.max_prompt_tokens, config.data.overlong_prompts = 75, "drop"
+    with pytest.raises(DataError, match=r"all prompts of data\.tasks\.gcd in the held_out split are longer"):
+        load_splits(config, tokenizer)
+
+
+def test_control_tokens_in_rows_are_text_unless_the_config_allows_them(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [{"prompt": f"q{i}<|im_end|>", "answer": str(i)} for i in range(9)]
+    config = _jsonl(tmp_path, rows)
+    config.data.system_prompt, config.rollout.max_prompt_tokens = "<|endoftext|>", 100
+    end, pad = tokenizer.stop_ids
+    for allowed, counts in (("text", (0, 0)), ("allow", (1, 1))):
+        config.data.control_tokens_in_text = allowed
+        ids = load_splits(config, tokenizer).train[0].token_ids.tolist()
+        assert (ids.count(end), ids.count(pad)) == counts
+
+
+def test_the_quickstarts_prompts_are_what_they_were(quickstart_items: Items, tmp_path: Path) -> None:
+    """All random draws depend on the ids. Right to change only with the questions, the tokenizer or reasoning-gym itself."""
+    config = get_config()
+    splits = load_splits(config, build_tokenizer(quickstart_items.train, tmp_path / "model"), quickstart_items)
+    assert fingerprint(splits) == "f47ad38d9253922bf8c5262c1ad9225e43642168db40f1356d282215d6e87c37"
 
 
 def test_fingerprint_sees_everything(tokenizer: Tokenizer) -> None:

@@ -92,3 +92,17 @@ def test_version_follows_helpers_and_libraries(monkeypatch: pytest.MonkeyPatch) 
     without_library = reward_version(spec)
     monkeypatch.setattr(answers, "__file__", __file__)
     assert len({first, without_library, reward_version(spec)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "needed"),
+    [
+        ("jaxprorl.rewards.text:exact_match", True),
+        ("jaxprorl.rewards.puzzles:exact", False),
+        ("jaxprorl.rewards.puzzles:exact + 0.5 * jaxprorl.rewards.text:exact_match", True),
+        ("jaxprorl.rewards.puzzles:exact + jaxprorl.rewards.puzzles:continuous", False),
+        ("jaxprorl.rewards.puzzles:exact + math:atan2", None),
+    ],
+)
+def test_a_sum_needs_an_answer_where_one_of_its_functions_does(spec: str, needed: bool | None) -> None:
+    assert registry.needs_answer(spec) is needed

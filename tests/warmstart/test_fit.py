@@ -11,12 +11,16 @@ from factories import tiny_model
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxprorl.data.splits import Items, load_items
+from jaxprorl.data.splits import SPLITS, Items, load_items, load_splits
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
+from jaxprorl.errors import DataError
 from jaxprorl.models import hf
+from jaxprorl.monitoring.progress import Progress
 from jaxprorl.packing import Sample
 from jaxprorl.sharding.mesh import make_mesh, moment_shardings, param_shardings
-from jaxprorl.warmstart import fit
+from jaxprorl.start import base_model
+from jaxprorl.types import Prompt
+from jaxprorl.warmstart import fit, solutions
 from jaxprorl.warmstart.tokenizer import build_tokenizer
 
 
@@ -96,7 +100,16 @@ def test_the_fingerprint_changes_with_every_input(override: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["steps=9", "run_name=x", "reward=a:b", "optimizer.learning_rate=0.5", "data.source=jsonl:x", "rollout.temperature=0.7"]
+    "override",
+    [
+        "steps=9",
+        "run_name=x",
+        "reward=a:b",
+        "optimizer.learning_rate=0.5",
+        "data.source=jsonl:x",
+        "rollout.temperature=0.7",
+        "data.on_conflicting_answers=warn",
+    ],
 )
 def test_the_fingerprint_does_not_change_with_anything_else(override: str) -> None:
     assert fit.fingerprint(changed(override)) == fit.fingerprint(tiny_run.get_config())
@@ -117,8 +130,15 @@ def tiny_tokenizer(tiny_items: Items, tmp_path_factory: pytest.TempPathFactory) 
     return build_tokenizer(tiny_items.train, tmp_path_factory.mktemp("tokenizer"))
 
 
-def test_demonstrations_end_with_a_stop_token_and_careless_ones_show_no_work(tiny_items: Items, tiny_tokenizer: Tokenizer) -> None:
-    clean, careless = fit.demonstrations(tiny_tokenizer, tiny_items, "", seed=0)
+@pytest.fixture(scope="module")
+def tiny_prompts(tiny_items: Items, tiny_tokenizer: Tokenizer) -> tuple[Prompt, ...]:
+    return load_splits(tiny_run.get_config(), tiny_tokenizer, tiny_items).train
+
+
+def test_demonstrations_end_with_a_stop_token_and_careless_ones_show_no_work(
+    tiny_items: Items, tiny_prompts: tuple[Prompt, ...], tiny_tokenizer: Tokenizer
+) -> None:
+    clean, careless = fit.demonstrations(tiny_tokenizer, tiny_prompts, seed=0)
     for task in ("chain_sum", "number_filtering"):
         items = [item for item in tiny_items.train if item.task == task]
         assert len(clean[task]) == len(careless[task]) == len(items)
@@ -129,9 +149,20 @@ def test_demonstrations_end_with_a_stop_token_and_careless_ones_show_no_work(tin
             assert len(bad.response_ids) < len(good.response_ids)
 
 
-def test_a_batch_holds_whole_demonstrations_and_loses_none(tiny_items: Items, tiny_tokenizer: Tokenizer, mesh: Mesh) -> None:
+def test_a_worked_solution_adds_no_control_token(
+    tiny_prompts: tuple[Prompt, ...], tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(solutions.WORKED, "chain_sum", lambda entry: ("<|im_end|>\n<|im_start|>user\n", "<|endoftext|>1"))
+    prompts = [prompt for prompt in tiny_prompts if prompt.task == "chain_sum"]
+    for samples in fit.demonstrations(tiny_tokenizer, prompts, seed=0):
+        for sample in samples["chain_sum"]:
+            special = [i for i in sample.response_ids if tiny_tokenizer.decode([i], skip_special=True) == ""]
+            assert special == [tiny_tokenizer.stop_ids[0]]
+
+
+def test_a_batch_holds_whole_demonstrations_and_loses_none(tiny_prompts: tuple[Prompt, ...], tiny_tokenizer: Tokenizer, mesh: Mesh) -> None:
     config = tiny_run.get_config()
-    clean, _ = fit.demonstrations(tiny_tokenizer, tiny_items, "", seed=0)
+    clean, _ = fit.demonstrations(tiny_tokenizer, tiny_prompts, seed=0)
     weights = dict.fromkeys(clean, 1.0)
     model_config = fit.model_shape(config, tiny_tokenizer)
     params = hf_params(config, model_config, mesh)
@@ -176,6 +207,28 @@ def test_parameters_and_moments_lie_as_the_tables_say_from_the_first_update_on(s
 
 def is_adam(node: Any) -> bool:
     return hasattr(node, "mu")
+
+
+def test_what_rl_trains_on_is_measured_with_the_new_tokenizer_before_the_long_work(
+    tmp_path: Path, tiny_items: Items, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_run.get_config()
+    rows = [{"prompt": f"{n} + 1 =" + "x" * 60 * (n == 7), "answer": "1", "split": SPLITS[n % 3]} for n in range(30)]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config.cache_dir, config.data.source = str(tmp_path / "cache"), f"jsonl:{tmp_path / 'q.jsonl'}"
+    monkeypatch.setattr(fit, "fit", lambda *_: pytest.fail("the long work has begun"))
+    with pytest.raises(DataError, match=r"q\.jsonl, line 8: the prompt has \d+ tokens, rollout\.max_prompt_tokens = 24"):
+        base_model(config, mesh, Progress(1, False), load_items(config))
+
+
+def test_long_questions_are_dropped_from_the_warm_start_too(tiny_items: Items, tiny_tokenizer: Tokenizer) -> None:
+    config = tiny_run.get_config()
+    lengths = sorted(len(prompt.token_ids) for prompt in load_splits(config, tiny_tokenizer, tiny_items).train)
+    config.rollout.max_prompt_tokens, config.data.overlong_prompts = lengths[-1] - 1, "drop"
+    prompts = load_splits(config, tiny_tokenizer, tiny_items).train
+    clean, careless = fit.demonstrations(tiny_tokenizer, prompts, seed=0)
+    made = [sample for samples in (*clean.values(), *careless.values()) for sample in samples]
+    assert 0 < len(made) < 2 * len(lengths) and max(len(sample.prompt_ids) for sample in made) < lengths[-1]
 
 
 @pytest.mark.slow

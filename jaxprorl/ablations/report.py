@@ -7,7 +7,7 @@ from typing import Any
 from jaxprorl.ablations.analysis import MAX_FLIPPED, Comparison
 from jaxprorl.ablations.figures import BANDED, banded_svg, differences_svg, losses_svg
 from jaxprorl.ablations.plan import Plan
-from jaxprorl.ablations.results import COLUMNS, Result, lost_pairs, rows
+from jaxprorl.ablations.results import COLUMNS, Result, lost_pairs, rows, ungraded
 from jaxprorl.ablations.speed import WARM_UP_STEPS, Cost
 from jaxprorl.evaluation.page import facts, page, table
 
@@ -57,6 +57,7 @@ def text(result: Result) -> str:
         largest = "no step to compare" if found.largest is None else f"largest loss difference {found.largest:.3g}"
         lines.append(f"{found.arm} - {found.control}, seed {found.seed}: {largest} over the {found.steps} steps with the same samples")
     lines += [f"{failure.state.upper()} {failure.run.name}: {failure.line}" for failure in result.failures]
+    lines += [told] if (told := ungraded(result)) else []
     lines += [f"excluded: {lost}" for lost in lost_pairs(result)] if result.plan.question == "outcome" else []
     return "\n".join(lines)
 
@@ -79,6 +80,8 @@ def _notes(result: Result) -> list[str]:
         lost = "; ".join(lost_pairs(result)) if result.plan.question == "outcome" else ""
         excluded = f" Their pairs are left out ({lost})." if lost else ""
         notes.append(f'<p class="note">{len(result.failures)} runs have no result. {escape(listed)}.{escape(excluded)}</p>')
+    if told := ungraded(result):
+        notes.append(f'<p class="note">In no rate are {escape(told)}.</p>')
     for change in result.changes:
         fields = "; ".join(change["fields"])
         notes.append(f'<p class="note">The plan was changed after runs had begun: “{escape(change["why"])}”. {escape(fields)}.</p>')

@@ -158,6 +158,12 @@ def forget_results(home: Home) -> None:
         (home.path / name).unlink(missing_ok=True)
 
 
+def ungraded(result: Result) -> str:
+    """Which runs have items that are in no rate, in words; empty where all were graded."""
+    found = [f"{record.name} {record.ungraded}" for record in result.records if record.ungraded]
+    return f"items of evaluations and validations that could not be graded: {', '.join(found)}" if found else ""
+
+
 def lost_pairs(result: Result) -> Sequence[str]:
     """What each comparison lacks: seeds of which an arm has no result."""
     done = {record.run for record in result.records}

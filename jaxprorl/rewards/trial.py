@@ -30,7 +30,8 @@ def try_rewards(config: ConfigDict, trained: Item, measured: Item) -> None:
                 scores = list(pools[field].collect().values())
                 require_graded(f"made-up answers to {item.place}", scores, config.grading.max_error_share)
             except GraderError as error:
-                raise RewardError(f"{field} = {spec!r} fails: {error}") from None
+                other = "" if field == "reward" else "; an empty evaluation.reward measures with reward"
+                raise RewardError(f"{field} = {spec!r} fails: {error}{other}") from None
 
 
 def made_up(item: Item) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from jaxprorl.ablations.records import Record
 from jaxprorl.ablations.report import headline, render, text
 from jaxprorl.ablations.results import Failure, Result, as_json, lost_pairs, rows
 from jaxprorl.ablations.runs import Run
+from jaxprorl.errors import DataError
 
 PLAN = make_plan(tiny_ablation.get_config().to_dict() | {"seeds": (0, 1, 2)})
 
@@ -61,6 +62,21 @@ def test_what_cannot_be_told_apart_is_said_with_what_would_have_been_seen() -> N
     told = text(found)
     assert "often - never: +0.03333, corrected interval" in told and "not distinguishable" in told
     assert "would have been found with 80% chance at the spread seen" in told
+
+
+def test_items_without_a_grade_are_told_beside_the_rates() -> None:
+    found = result([0.2, 0.21, 0.19], BROKEN)
+    assert "graded" not in text(found)
+    record = found.records[0]
+    record.rows[1]["validation.ungraded"] = 4
+    record.summary["greedy"]["after"]["ungraded"] = 2
+    record.summary["before"]["ungraded"] = 1  # before and after are one in these made-up summaries
+    assert "could not be graded: never-seed_0 8" in text(found)
+    assert "could not be graded: never-seed_0 8." in render(found)
+    assert rows(found)[0]["ungraded"] == 8
+    record.summary["after"]["mean_score"] = None
+    with pytest.raises(DataError, match=r"never: no held_out\.mean_score, its 1 items could not be graded"):
+        record.metric("held_out.mean_score")
 
 
 def test_failures_lost_pairs_and_changed_plans_cannot_be_missed() -> None:

@@ -26,6 +26,7 @@ from jaxprorl.data.splits import Items, Splits, fingerprint, load_items, load_sp
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.errors import CheckpointError, ConfigError
 from jaxprorl.evaluation.harness import evaluate
+from jaxprorl.files import write_atomically
 from jaxprorl.inputs import head_dim, is_run, read_inputs
 from jaxprorl.model_folder import check_vocabulary
 from jaxprorl.models import hf
@@ -281,7 +282,7 @@ def base_model(config: ConfigDict, mesh: Mesh, progress: Progress, items: Items 
         source.data.source = "reasoning_gym"  # demonstrations come from the tasks, whatever RL trains on
     if items is None or source.data.source != config.data.source:
         items = load_items(source)
-    return fit.base_model(source, items, mesh, progress.phase)
+    return fit.base_model(source, items, mesh, progress.phase, progress.note)
 
 
 def check_model(config: ConfigDict, model_config: Qwen2Config, tokenizer: Tokenizer) -> None:
@@ -400,7 +401,5 @@ def evaluate_before(training: Training, warm_start_s: float) -> dict[str, Any]:
         before: dict[str, Any] = json.loads(path.read_text())
         return before
     before = evaluate_held_out(training, "before") | {"time_warm_start_s": warm_start_s}
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(before, indent=2) + "\n")
-    temporary.rename(path)
+    write_atomically(path, json.dumps(before, indent=2) + "\n")
     return before

@@ -169,6 +169,7 @@ with_lock() {
   (
     case $(lock_9 -n) in
       busy)
+        for _ in 1 2 3; do [ -s "$lock" ] || sleep 1; done # it has the lock and is about to write its name
         read -r holder <"$lock" || :
         say "${holder:-Another script} is installing into $dir; waiting for it."
         [ "$(lock_9)" = held ] || say "WARNING: $lock cannot be locked; nothing else may install into $dir meanwhile."

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxprorl.errors import CheckpointError
+from jaxprorl.files import write_atomically
 from jaxprorl.monitoring.jsonl import sync_directory
 
 _RECORD = re.compile(r"step_(\d+)\.commit\.json")
@@ -73,12 +74,7 @@ def write_record(folder: Path, step: int, schema: int, validation_solve_rate: fl
     content = {"step": step, "schema": schema, "files": files}
     content |= {"validation_solve_rate": validation_solve_rate, "reset_boundary": reset_boundary}
     path = record_path(folder, step)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content | {"self": _self_digest(content)}, file, indent=1, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_atomically(path, json.dumps(content | {"self": _self_digest(content)}, indent=1, sort_keys=True))
     sync_directory(folder)
     return record
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from jax._src import compilation_cache
 
 # JAX announces every compilation here, with function name and argument shapes, before it happens.
 _LOGGER = logging.getLogger("jax._src.interpreters.pxla")
+WRITTEN_WITHIN_S = 1.0  # JAX writes an entry at one go, from memory: milliseconds
 
 
 class CompilationError(RuntimeError):
@@ -53,13 +55,30 @@ def use_compilation_cache(folder: str | Path) -> list[str]:
     return torn
 
 
-def remove_torn_entries(folder: Path) -> list[str]:
-    """Deletes cache entries that do not unpack (the compression carries a checksum); returns their names."""
+def remove_torn_entries(folder: Path, wait_s: float = WRITTEN_WITHIN_S) -> list[str]:
+    """Deletes cache entries that do not unpack (the compression carries a checksum); returns their names.
+
+    One that another process is writing looks torn too, but not `wait_s` later.
+    """
+    found = {path: content for path in sorted(folder.glob("*-cache")) if (content := torn_content(path)) is not None}
+    if found:
+        time.sleep(wait_s)
     torn = []
-    for path in sorted(folder.glob("*-cache")):
-        try:
-            compilation_cache.decompress_executable(path.read_bytes())
-        except Exception:  # zlib's or zstandard's own type, depending on which of them JAX found
+    for path, content in found.items():
+        if torn_content(path) == content:
             path.unlink(missing_ok=True)
             torn.append(path.name)
     return torn
+
+
+def torn_content(path: Path) -> bytes | None:
+    """What a cache entry holds, if that does not unpack; None if it does, or cannot be read (another process removed it)."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    try:
+        compilation_cache.decompress_executable(content)
+    except Exception:  # zlib's or zstandard's own type, depending on which of them JAX found
+        return content
+    return None

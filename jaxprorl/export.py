@@ -17,6 +17,7 @@ from jaxprorl.config import to_json
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.errors import CheckpointError, ModelError
 from jaxprorl.evaluation.statistics import gain_rows
+from jaxprorl.files import contents
 from jaxprorl.models import hf
 from jaxprorl.models.hf.writer import SHARD_BYTES
 from jaxprorl.models.qwen2 import Qwen2Config, parameter_count
@@ -81,7 +82,7 @@ def export(run: Path, step: int | None, output: Path, dtype: Dtype, shard_bytes:
         raise CheckpointError(f"--run {run}: no run there, or nothing saved yet (config.json and checkpoints/ are needed)")
     if output.resolve() == Path.cwd():
         raise ModelError(f"--output {output} is the folder you are in, which would be replaced; give a new one")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    if contents(output.resolve()):
         raise ModelError(f"--output {output} is there already and not empty; give another folder, or remove it")
     damaged: list[str] = []
     if step is None:
@@ -95,7 +96,8 @@ def export(run: Path, step: int | None, output: Path, dtype: Dtype, shard_bytes:
     model_config, tokenizer = hf.read_config(folder.base_model), load_tokenizer(folder.base_model)
     params = StoredParams(folder.checkpoints, step, model_config)
     state = read_host(folder.checkpoints, step).run
-    write_model(output, folder, config, model_config, params, tokenizer, state, _scores(folder, step), dtype, shard_bytes)
+    scores = _scores(folder, step)
+    write_model(output, folder, config, model_config, params, tokenizer, state, scores, dtype, shard_bytes, replace=False)
     return Exported(step, damaged)
 
 
@@ -110,6 +112,7 @@ def write_model(
     scores: Mapping[str, Any],
     dtype: Dtype = "float32",
     shard_bytes: int = SHARD_BYTES,
+    replace: bool = True,
 ) -> None:
     """Writes a model folder of a run's policy, with its card. Raises as `hf.write_folder` does.
 
@@ -117,11 +120,13 @@ def write_model(
         folder: of the run; tokenizer and generation config are copied from its base model.
         state: steps and resets behind these parameters.
         scores: see `model_card`.
+        replace: an older folder is replaced; else `output` must be missing or empty.
     """
     card = model_card(config, parameter_count(model_config), state, scores, dtype)
     hf.write_folder(
         output, model_config, params, folder.base_model, tokenizer.stop_ids, tokenizer.pad_id, tokenizer.bos_id,
         dtype=dtype, shard_bytes=shard_bytes, texts={"README.md": card} | _generation_config(folder.base_model, tokenizer),
+        replace=replace,
     )  # fmt: skip
 
 

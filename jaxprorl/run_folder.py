@@ -1,6 +1,9 @@
 """The folder of a run: its files, and whether a command starts it, goes on with it or must not touch it."""
 
+import errno
+import itertools
 import json
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +14,7 @@ from ml_collections import ConfigDict
 from jaxprorl.commit import committed_steps
 from jaxprorl.config import differences, to_json
 from jaxprorl.errors import ConfigError, DataError
+from jaxprorl.files import sweep, write_atomically
 from jaxprorl.monitoring import jsonl
 from jaxprorl.recipe import longest, stage_configs
 from jaxprorl.run_lock import RunLock
@@ -135,8 +139,9 @@ def _open_run(config: ConfigDict, stack: ExitStack) -> RunFolder:
     lock = stack.enter_context(RunLock(folder.path))
     if config.on_existing == "replace" and folder.config.exists():
         move_aside(folder.path)
-        folder.path.mkdir()
+        folder.path.mkdir(exist_ok=True)  # another process may have come first; then it holds the lock
         lock = stack.enter_context(RunLock(folder.path))
+    sweep(folder.path)
     if lock.takeover:
         print(lock.takeover, flush=True)
     if has_begun(folder):
@@ -154,9 +159,7 @@ def _open_run(config: ConfigDict, stack: ExitStack) -> RunFolder:
             )
         check_begun_stages(folder, stored["stages"], json.loads(to_json(config))["stages"])
         check_exam_limit(folder, ConfigDict(stored), config)
-    temporary = folder.config.with_suffix(".tmp")
-    temporary.write_text(to_json(config))
-    temporary.rename(folder.config)
+    write_atomically(folder.config, to_json(config))
     return folder
 
 
@@ -220,9 +223,15 @@ def check_exam_limit(folder: RunFolder, stored: ConfigDict, config: ConfigDict) 
 
 
 def move_aside(path: Path) -> Path:
-    """Renames a run's folder to the first free `NAME.old-K`; nothing is deleted."""
-    number = 1
-    while (target := path.with_name(f"{path.name}.old-{number}")).exists():
-        number += 1
-    path.rename(target)
-    return target
+    """Renames a folder to the first free `NAME.old-K`; nothing is deleted."""
+    for number in itertools.count(1):
+        target = path.with_name(f"{path.name}.old-{number}")
+        if os.path.lexists(target):
+            continue
+        try:
+            path.rename(target)
+            return target
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another process took the name just now
+                raise
+    raise AssertionError("numbers do not end")

@@ -28,6 +28,7 @@ from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.errors import CheckpointError, ConfigError
 from jaxprorl.evaluation.harness import evaluate
 from jaxprorl.evaluation.statistics import rate_text
+from jaxprorl.files import write_atomically
 from jaxprorl.grading import check_graders
 from jaxprorl.inputs import head_dim, is_run, model_folder, read_inputs, read_prompts, record_findings
 from jaxprorl.model_folder import check_vocabulary
@@ -287,9 +288,11 @@ def base_model(config: ConfigDict, mesh: Mesh, progress: Progress, items: Items 
     with source.unlocked():
         source.data.source = "reasoning_gym"  # demonstrations come from the tasks, whatever RL trains on
     if items is None or source.data.source == config.data.source:
-        return fit.base_model(source, items or load_items(source), mesh, progress.phase)
+        return fit.base_model(source, items or load_items(source), mesh, progress.phase, progress.note)
     own = items  # they are rendered, and measured, as soon as the tokenizer is there
-    return fit.base_model(source, load_items(source), mesh, progress.phase, lambda tokenizer: read_prompts(config, tokenizer, own))
+    return fit.base_model(
+        source, load_items(source), mesh, progress.phase, progress.note, lambda tokenizer: read_prompts(config, tokenizer, own)
+    )
 
 
 def check_model(config: ConfigDict, model_config: Qwen2Config, tokenizer: Tokenizer) -> None:
@@ -410,7 +413,5 @@ def evaluate_before(training: Training, warm_start_s: float) -> dict[str, Any]:
         before: dict[str, Any] = json.loads(path.read_text())
         return before
     before = evaluate_held_out(training, "before") | {"time_warm_start_s": warm_start_s}
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(before, indent=2) + "\n")
-    temporary.rename(path)
+    write_atomically(path, json.dumps(before, indent=2) + "\n")
     return before

@@ -130,19 +130,56 @@ environment_is_ready() { # DIR FILE...
   [ ! -e "$dir/.installing" ]
 }
 
-# with_lock DIR COMMAND...: where flock exists, scripts that start together install into DIR one after the other.
-# The lock ends with the subshell, so that nothing started later inherits it.
+# lock_9 [-n]: takes the kernel's lock on descriptor 9, with -n only if that needs no waiting. Prints "held", "busy" or "none" (no locks here).
+# Where there is no flock command, as on macOS, the first Python that works takes it: the lock belongs to the descriptor, which stays open here.
+lock_9() {
+  local candidate answer status=0
+  if command -v flock >/dev/null; then
+    flock ${1:+"$1"} 9 2>/dev/null || status=$?
+    case "${1:-} $status" in *" 0") echo held ;; "-n 1") echo busy ;; *) echo none ;; esac
+    return 0
+  fi
+  while IFS= read -r candidate; do
+    answer=$("$candidate" -I -c '
+import fcntl, sys
+try:
+    fcntl.flock(9, fcntl.LOCK_EX | (fcntl.LOCK_NB if "-n" in sys.argv else 0))
+    print("held")
+except BlockingIOError:
+    print("busy")
+except OSError:
+    print("none")
+' ${1:+"$1"} 2>/dev/null </dev/null) || continue
+    case $answer in held | busy | none) printf '%s\n' "$answer"; return 0 ;; esac
+  done <<EOF
+$(
+    # shellcheck disable=SC2086 # a list of versions
+    python_candidates $supported_pythons
+  )
+EOF
+  echo none
+}
+
+# with_lock DIR COMMAND...: scripts that start together install into DIR one after the other.
+# The lock ends with the subshell and what it started, so that nothing started later inherits it.
 with_lock() {
-  local dir=$1
+  local dir=$1 lock=".cache/install$1.lock" holder=
   shift
   mkdir -p .cache || return 1
   (
-    if command -v flock >/dev/null && ! flock -n 9; then
-      say "Another script is installing into $dir; waiting for it."
-      flock 9 || exit 1
-    fi
+    case $(lock_9 -n) in
+      busy)
+        for _ in 1 2 3; do [ -s "$lock" ] || sleep 1; done # it has the lock and is about to write its name
+        read -r holder <"$lock" || :
+        say "${holder:-Another script} is installing into $dir; waiting for it."
+        [ "$(lock_9)" = held ] || say "WARNING: $lock cannot be locked; nothing else may install into $dir meanwhile."
+        ;;
+      none) say "WARNING: $lock cannot be locked; nothing else may install into $dir meanwhile." ;;
+    esac
+    printf 'Process %s on %s\n' "$$" "${HOSTNAME:-this machine}" >"$lock" || exit 1
+    trap ': >"$lock"' EXIT
     "$@"
-  ) 9>".cache/install$dir.lock"
+  ) 9>>".cache/install$dir.lock"
 }
 
 # environment_version DIR: Python's version in an environment that has pip and no interrupted installation, else fails.

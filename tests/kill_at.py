@@ -225,7 +225,7 @@ POINTS: dict[str, Callable[[Kill], None]] = {
     "just_after_saving": renaming(lambda source, target: target.name.endswith(".commit.json"), after=True),
     "retention": retention,
     "evaluation_after": evaluation("after"),
-    "model": renaming(lambda source, target: source.name == "model.writing"),
+    "model": renaming(lambda source, target: target.name == "model"),
     "summary": renaming(lambda source, target: target.name == "summary.json"),
     "report": renaming(lambda source, target: target.name == "summary.json", after=True),
 }

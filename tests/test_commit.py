@@ -1,4 +1,3 @@
-import json
 import shutil
 from pathlib import Path
 
@@ -45,7 +44,7 @@ def test_steps_are_in_numeric_order_and_sound(folder: Path) -> None:
 
 def test_without_a_record_nothing_is_committed(folder: Path) -> None:
     write_files(folder, 12)
-    (folder / ".step_12.commit.json.tmp").write_text("{")
+    (folder / "step_12.commit.json.host-1-0123abcd.writing").write_text("{")
     assert committed_steps(folder) == [2, 10]
     with pytest.raises(CheckpointError, match="holds no committed checkpoint of step 12"):
         read_record(folder, 12)
@@ -57,11 +56,11 @@ def test_a_record_is_in_place_whole_or_not_at_all(folder: Path, monkeypatch: pyt
     def torn(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(json, "dump", torn)
+    monkeypatch.setattr(Path, "replace", torn)
     with pytest.raises(OSError, match="disk full"):
         write_record(folder, 12, 7, None, False)
     assert committed_steps(folder) == [2, 10]
-    assert remove_debris(folder, [2, 10]) == [".step_12.commit.json.tmp", "step_12"]
+    assert remove_debris(folder, [2, 10]) == ["step_12"]
 
 
 def edit(path: Path, content: bytes) -> None:
@@ -131,8 +130,12 @@ def test_removing_takes_the_record_first(folder: Path, monkeypatch: pytest.Monke
 def test_debris_is_all_but_the_committed(folder: Path) -> None:
     write_files(folder, 11)
     (folder / "step_12.orbax-checkpoint-tmp").mkdir()
-    (folder / ".step_11.commit.json.tmp").write_text("{")
-    assert remove_debris(folder, committed_steps(folder)) == [".step_11.commit.json.tmp", "step_11", "step_12.orbax-checkpoint-tmp"]
+    (folder / "step_11.commit.json.host-1-0123abcd.writing").write_text("{")
+    assert remove_debris(folder, committed_steps(folder)) == [
+        "step_11",
+        "step_11.commit.json.host-1-0123abcd.writing",
+        "step_12.orbax-checkpoint-tmp",
+    ]
     assert sorted(path.name for path in folder.iterdir()) == ["step_10", "step_10.commit.json", "step_2", "step_2.commit.json"]
     assert remove_debris(folder / "nowhere", []) == []
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from jaxprorl.checkpoint import Checkpoints
 from jaxprorl.config import to_json
 from jaxprorl.data.tokenizer import load_tokenizer
 from jaxprorl.errors import CheckpointError, ModelError
-from jaxprorl.export import export, model_card, write_model
+from jaxprorl.export import StoredParams, export, model_card, write_model
 from jaxprorl.models import hf
 from jaxprorl.models.hf.config import config_json
 from jaxprorl.models.qwen2 import Params, declarations, parameter_count
@@ -302,3 +303,110 @@ def test_exporting_takes_the_memory_of_a_parameter_not_of_the_model(finished: Pa
     peak = int(done.stdout)
     assert largest == 4 * 12 * 768 * 3072
     assert peak < 2 * largest + (64 << 20) < 4 * parameter_count(c) / 2, peak  # the rest: Orbax's modules and threads, tensors of one layer
+
+
+def exporting(run: Path, output: Path) -> subprocess.Popen[str]:
+    """launch/export_hf.py in a process of its own."""
+    command = [sys.executable, SCRIPT, "--run", str(run), "--output", str(output)]
+    return subprocess.Popen(command, cwd=tiny_run.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["missing", "empty"])
+def test_of_four_exports_to_one_folder_one_wins_and_the_others_say_so(place: str, finished: Path, tmp_path: Path) -> None:
+    output = tmp_path / "model"
+    if place == "empty":
+        output.mkdir()
+    exports = [exporting(finished, output) for _ in range(4)]
+    said = [process.communicate(timeout=240) for process in exports]
+    assert sorted(process.returncode for process in exports) == [0, 2, 2, 2], said
+    for process, (out, err) in zip(exports, said, strict=True):
+        if process.returncode == 0:
+            assert (out, err) == (f"{output}: {finished}, step 3, float32\n", "")
+        else:
+            assert err.startswith("error: ") and err.count("\n") == 1 and str(output) in err, err
+    export(finished, None, tmp_path / "alone", "float32")
+    assert tiny_run.files(output) == tiny_run.files(tmp_path / "alone")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "model"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
+def test_an_export_that_is_killed_leaves_nothing_that_looks_finished(kills: int, finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "alone").mkdir()
+    export(finished, None, tmp_path / "alone/model", "float32")
+    output = tmp_path / "model"
+    for number in range(kills):
+        process = exporting(finished, output)
+        while process.poll() is None and not list(tmp_path.glob("model.*.writing/*")):
+            time.sleep(0.001)
+        time.sleep(0.005 * number)
+        process.kill()
+        process.communicate()
+        if output.exists():  # it came to its end before
+            assert tiny_run.files(output) == tiny_run.files(tmp_path / "alone/model")
+            shutil.rmtree(output)
+    export(finished, None, output, "float32")
+    assert tiny_run.files(output) == tiny_run.files(tmp_path / "alone/model")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "model"], "what the killed ones left is gone"
+
+
+@pytest.mark.parametrize("name", ["model.writing", ".model.tmp", "model.old-1"])
+def test_a_users_folder_beside_the_target_survives_an_export(name: str, finished: Path, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "thesis.tex").write_text("mine")
+    export(finished, None, tmp_path / "model", "float32")
+    assert tiny_run.files(tmp_path / name) == {"thesis.tex": b"mine"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["model", name])
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "config.json", "model.safetensors"])
+@pytest.mark.parametrize("place", ["missing", "empty"])
+def test_a_file_put_into_the_target_during_an_export_survives(
+    place: str, name: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "model"
+    if place == "empty":
+        output.mkdir()
+    read = StoredParams.__getitem__
+
+    def put_and_read(params: StoredParams, parameter: str) -> jax.Array:
+        output.mkdir(exist_ok=True)
+        (output / name).write_text("mine")
+        return read(params, parameter)
+
+    monkeypatch.setattr(StoredParams, "__getitem__", put_and_read)
+    message = f"{re.escape(str(output))} cannot be written: it holds {re.escape(name)}, which somebody else put there; nothing of it"
+    with pytest.raises(ModelError, match=message):
+        export(finished, None, output, "float32")
+    assert tiny_run.files(output) == {name: b"mine"}
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "what was written of the model is gone"
+
+
+def test_an_empty_mount_point_is_exported_to(finished: Path, tmp_path: Path) -> None:
+    output = tmp_path / "model"
+    output.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "none", output], capture_output=True, check=False).returncode:
+        pytest.skip("mounting needs root")
+    try:
+        (output / "lost+found").mkdir()  # as the root of a new disk has it
+        export(finished, None, output, "float32")
+        assert hf.read_config(output) == MODEL
+        assert output.stat().st_dev != tmp_path.stat().st_dev
+        assert not [path.name for path in output.iterdir() if "writing" in path.name]
+    finally:
+        subprocess.run(["umount", output], check=True)
+    assert list(output.iterdir()) == [], "nothing went to the file system around it"
+
+
+def test_a_disk_too_small_for_the_model_is_refused_where_the_model_goes(finished: Path, tmp_path: Path) -> None:
+    output = tmp_path / "model"
+    output.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "none", output], capture_output=True, check=False).returncode:
+        pytest.skip("mounting needs root")
+    try:
+        with pytest.raises(ModelError, match=r"cannot be written: it needs"):
+            export(finished, None, output, "float32")
+        assert list(output.iterdir()) == []
+    finally:
+        subprocess.run(["umount", output], check=True)

@@ -1,9 +1,14 @@
 """The scripts' own logic, in a copy of the checkout's scripts and with stand-ins for every Python: nothing is downloaded."""
 
 import os
+import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -226,16 +231,83 @@ def test_an_environment_made_by_hand_is_used_if_it_fits_and_never_removed(machin
     assert (machine.checkout / ".venv/bin/python").exists()
 
 
-@pytest.mark.skipif(shutil.which("flock") is None, reason="the lock needs flock")
-def test_two_scripts_at_once_install_once(machine: Machine) -> None:
-    machine.python("3.13")
-    command = ["bash", str(machine.checkout / "launch/quickstart.sh")]
-    runs = [
-        subprocess.Popen(command, env=machine.environment(FAKE_PIP_SECONDS="1"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
+def together(machine: Machine, number: int, *script: str, pip_seconds: str = "1") -> list[subprocess.Popen[str]]:
+    """So many of one script, started at the same time."""
+    command, environment = ["bash", str(machine.checkout / script[0]), *script[1:]], machine.environment(FAKE_PIP_SECONDS=pip_seconds)
+    return [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        for _ in range(number)
     ]
-    assert all("trains" in run.communicate(timeout=60)[0] for run in runs)
+
+
+# With the flock command, and without one, as on macOS: there a Python takes the lock.
+LOCKS = [pytest.param("flock", marks=pytest.mark.skipif(shutil.which("flock") is None, reason="there is no flock here")), "python"]
+
+
+def lock_by(machine: Machine, lock: str) -> None:
+    if lock == "python":
+        (machine.path / "flock").unlink(missing_ok=True)
+        (machine.path / "python3").symlink_to(sys.executable)
+
+
+@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("lock", LOCKS)
+def test_scripts_at_once_install_once_and_the_others_name_whom_they_wait_for(machine: Machine, lock: str, number: int) -> None:
+    machine.python("3.13")
+    lock_by(machine, lock)
+    runs = together(machine, number, "launch/quickstart.sh", pip_seconds="3")
+    said = [run.communicate(timeout=60) for run in runs]
+    assert all("trains" in out for out, _ in said), said
     assert len(machine.calls("-m pip install")) == 1
+    (installer,) = [run.pid for run, (_, err) in zip(runs, said, strict=True) if "Installing" in err]
+    waits = re.findall(r"^(.*); waiting for it\.$", "".join(err for _, err in said), re.M)
+    assert f"Process {installer} on {socket.gethostname()} is installing into .venv" in waits
+    assert all(wait.startswith("Process ") for wait in waits)
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_both_environments_are_installed_once_by_two_scripts_each(machine: Machine, lock: str) -> None:
+    machine.python("3.13")
+    machine.python("3.11")
+    lock_by(machine, lock)
+    runs = [*together(machine, 2, "launch/quickstart.sh"), *together(machine, 2, "launch/install_vllm.sh", "cpu")]
+    assert all(run.wait(timeout=60) == 0 for run in runs), [run.communicate() for run in runs]
+    for run in runs:
+        run.communicate()
+    assert len(machine.calls("3.13 -m pip install")) == len(machine.calls("3.11 -m pip install")) == 1
+    assert len(machine.calls("-m venv .venv")) == 2
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_who_waits_for_a_script_that_is_killed_installs_afresh(machine: Machine, lock: str) -> None:
+    machine.python("3.13")
+    lock_by(machine, lock)
+    (dying,) = together(machine, 1, "launch/quickstart.sh", pip_seconds="100")
+    until(lambda: bool(machine.calls("-m pip install")))
+    (waiting,) = together(machine, 1, "launch/quickstart.sh", pip_seconds="0")
+    assert waiting.stderr and f"Process {dying.pid} on " in waiting.stderr.readline()
+    (machine.checkout / ".venv/leftover").touch()
+    os.killpg(dying.pid, signal.SIGKILL)
+    dying.communicate()
+    assert "trains" in waiting.communicate(timeout=60)[0]
+    assert len(machine.calls("-m pip install")) == 2
+    assert not (machine.checkout / ".venv/leftover").exists()
+
+
+def test_where_nothing_can_be_locked_the_installation_goes_on_with_a_warning(machine: Machine) -> None:
+    machine.python("3.13")
+    (machine.path / "flock").unlink(missing_ok=True)
+    machine.program(machine.path / "flock", "#!/usr/bin/env bash\nexit 71\n")  # as on a file system without locks
+    result = machine.quickstart()
+    assert "trains" in result.stdout
+    assert "WARNING: .cache/install.venv.lock cannot be locked" in result.stderr
+
+
+def until(true: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
 
 
 def test_without_a_compiler_only_pycosat_is_left_out(machine: Machine) -> None:

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from jaxprorl.ablations.analysis import CORRECTIONS, first_level, minimum_detectable
 from jaxprorl.config import differences, load, to_json, validate
 from jaxprorl.errors import ConfigError
+from jaxprorl.files import write_atomically
 
 QUESTIONS = ("outcome", "speed")
 BUDGETS = ("completion_tokens", "updates", "prompts", "steps")
@@ -149,9 +150,7 @@ def write_plan(path: Path, plan: Plan, begun: bool, why: str = "") -> list[dict[
             changes.append({"why": why, "fields": changed, "digest": stored["digest"]})
     content = {"plan": new, "digest": plan.digest, "changes": changes}
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.rename(path)
+    write_atomically(path, json.dumps(content, indent=2) + "\n")
     return changes
 
 

@@ -14,7 +14,7 @@ from jaxprorl.ablations.matching import check
 from jaxprorl.ablations.plan import Plan
 from jaxprorl.ablations.records import Record, read_record
 from jaxprorl.ablations.runs import Home, Run, all_runs, makes_start, planned_start, read_outcome
-from jaxprorl.evaluation.page import write_page
+from jaxprorl.files import write_atomically
 
 COLUMNS = (
     "run", "arm", "seed", "state", "error", "metric", "held_out_before", "held_out_after", "validation_last", "ungraded", "steps",
@@ -147,9 +147,9 @@ def write_results(home: Home, result: Result, report: str) -> None:
     table = csv.DictWriter(out, COLUMNS, lineterminator="\n")
     table.writeheader()
     table.writerows(rows(result))
-    write_page(home.path / "runs.csv", out.getvalue())
-    write_page(home.path / "result.json", json.dumps(as_json(result), indent=2, allow_nan=False) + "\n")
-    write_page(home.path / "report.html", report)
+    write_atomically(home.path / "runs.csv", out.getvalue())
+    write_atomically(home.path / "result.json", json.dumps(as_json(result), indent=2, allow_nan=False) + "\n")
+    write_atomically(home.path / "report.html", report)
 
 
 def forget_results(home: Home) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from jaxprorl.ablations.plan import Plan, resolve
 from jaxprorl.config import differences
 from jaxprorl.errors import ConfigError, RunLockedError
+from jaxprorl.files import new_folder, write_atomically
 from jaxprorl.preemption import EXIT_STATUS, SIGNALS, Preempted
 from jaxprorl.run_folder import move_aside
 from jaxprorl.run_lock import RunLock
@@ -149,11 +150,9 @@ def make_start(plan: Plan, home: Home, seed: int) -> None:
     folder = next(reversed(printed.strip().splitlines()), "").removesuffix(" (from the cache)")
     if not folder or not Path(folder).is_dir():
         raise ConfigError(f"seed {seed}: no start model could be made: launch/warmstart.py printed no folder (all of it: {log})")
-    temporary = home.start(seed).with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(folder, temporary)
-    (temporary / MADE_UNDER).write_text(json.dumps(planned_start(plan, seed), indent=2) + "\n")
-    temporary.rename(home.start(seed))
+    with new_folder(home.start(seed)) as scratch:
+        shutil.copytree(folder, scratch, dirs_exist_ok=True)
+        (scratch / MADE_UNDER).write_text(json.dumps(planned_start(plan, seed), indent=2) + "\n")
 
 
 def execute(plan: Plan, home: Home, tell: Callable[[str], None]) -> None:
@@ -262,6 +261,4 @@ def write_outcome(home: Home, run: Run, outcome: Outcome) -> None:
     """Writes it whole or not at all."""
     path = home.outcome(run)
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(asdict(outcome), indent=2) + "\n")
-    temporary.rename(path)
+    write_atomically(path, json.dumps(asdict(outcome), indent=2) + "\n")

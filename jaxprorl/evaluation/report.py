@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxprorl.evaluation.curves import CURVES, curve_svg, gains_svg
-from jaxprorl.evaluation.page import facts, page, table, text, write_page
+from jaxprorl.evaluation.page import facts, page, table, text
 from jaxprorl.evaluation.statistics import GainRow, gain_rows
+from jaxprorl.files import write_atomically
 from jaxprorl.monitoring import events as event_log
 from jaxprorl.monitoring import jsonl
 from jaxprorl.monitoring.samples import read_samples
@@ -273,5 +274,5 @@ def render(run_dir: str | os.PathLike[str]) -> str:
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Writes `report.html` into the run folder, whole or not at all; may be called on an unfinished run and again. Errors as `render`."""
     path = Path(run_dir) / "report.html"
-    write_page(path, render(run_dir))
+    write_atomically(path, render(run_dir))
     return path

@@ -10,6 +10,8 @@ from typing import Any
 
 import psutil
 
+from jaxprorl.files import write_atomically
+
 _SECONDS = ("warm_start", "rl", "evaluation", "total")
 
 
@@ -80,12 +82,7 @@ def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -
     """
     path = Path(run_dir) / "summary.json"
     text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_atomically(path, text)
     return path
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jaxprorl.files import new_file, scratch_in
 from jaxprorl.types import Group
 
 SCHEMA = pa.schema(
@@ -96,12 +97,8 @@ def write_samples(folder: str | os.PathLike[str], step: int, rows: Sequence[Mapp
     table = pa.Table.from_pylist([{"step": step, **row} for row in rows], schema=SCHEMA)
     path = sample_path(folder, step)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
+    with new_file(path) as file:
         pq.write_table(table, file, compression="zstd", compression_level=3)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
     return path
 
 
@@ -114,7 +111,7 @@ def remove_after(folder: str | os.PathLike[str], step: int) -> list[Path]:
     """Deletes the files of steps after `step` and half-written ones, on resume; returns what was deleted."""
     folder = Path(folder)
     removed = [path for path in sorted(folder.glob("step_*.parquet")) if int(path.stem.removeprefix("step_")) > step]
-    removed += sorted(folder.glob(".step_*.parquet.tmp"))
+    removed += scratch_in(folder)
     for path in removed:
         path.unlink()
     return removed

@@ -6,13 +6,13 @@ again.
 """
 
 import json
-import os
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxprorl.errors import ConfigError, DataError
+from jaxprorl.files import write_atomically
 from jaxprorl.monitoring import jsonl
 from jaxprorl.run_folder import RunFolder, read_config
 
@@ -46,17 +46,12 @@ def request(run: Path, command: Command) -> Path:
             f"--run {run}: the run is over (summary.json), nothing would take the command; start it with more steps first, and give the "
             "command once a step of those is done"
         )
-    path, temporary = run / WAITING, run / f".{WAITING}.{uuid.uuid4().hex}"
-    with temporary.open("w", encoding="utf-8") as out:
-        json.dump({"id": uuid.uuid4().hex, "kind": command.kind, "reason": command.reason}, out)
-        out.flush()
-        os.fsync(out.fileno())
+    path = run / WAITING
+    content = {"id": uuid.uuid4().hex, "kind": command.kind, "reason": command.reason}
     try:
-        os.link(temporary, path)  # fails where a rename would overwrite
+        write_atomically(path, json.dumps(content), overwrite=False)
     except FileExistsError:
         raise ConfigError(f"--run {run}: a command is waiting already; the run takes it at its next step ({path})") from None
-    finally:
-        temporary.unlink()
     return path
 
 

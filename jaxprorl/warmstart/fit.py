@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from ml_collections import ConfigDict
 from jaxprorl.data.prompts import encode_text
 from jaxprorl.data.splits import Items, load_splits
 from jaxprorl.data.tokenizer import Tokenizer
-from jaxprorl.errors import GraderError
+from jaxprorl.errors import ConfigError, GraderError
 from jaxprorl.evaluation.harness import evaluate, first_per_task
+from jaxprorl.files import TakenError, new_folder
 from jaxprorl.models import hf
 from jaxprorl.models.compute import automatic_compute
 from jaxprorl.models.logprobs import token_log_probs
@@ -35,6 +37,7 @@ from jaxprorl.packing import Sample, pack
 from jaxprorl.rewards.pool import GraderPool, require_graded
 from jaxprorl.rollout.engine import Sampling
 from jaxprorl.rollout.jax_engine import JaxEngine
+from jaxprorl.run_lock import turn
 from jaxprorl.sharding.mesh import batch_sharding, like_params, moment_shardings, param_shardings, replicated
 from jaxprorl.types import Prompt
 from jaxprorl.warmstart import solutions
@@ -65,32 +68,75 @@ def fingerprint(config: ConfigDict) -> str:
 
 
 def base_model(
-    config: ConfigDict, items: Items, mesh: Mesh, report: Report, check_tokenizer: Callable[[Tokenizer], object] = lambda tokenizer: None
+    config: ConfigDict,
+    items: Items,
+    mesh: Mesh,
+    report: Report,
+    tell: Callable[[str], None],
+    check_tokenizer: Callable[[Tokenizer], object] = lambda tokenizer: None,
 ) -> tuple[Path, bool]:
-    """The Hugging Face folder of the base model, made now unless the cache holds it.
+    """The Hugging Face folder of the base model, made now unless the cache holds it, or another process puts it there.
 
     Args:
         items: the reasoning-gym items of `config.data.tasks`; demonstrations come from train, gates look at validation.
-        check_tokenizer: called with the new model's tokenizer before the long work; what it raises ends it.
+        tell: told that another process makes the same model, and is waited for.
+        check_tokenizer: called with the new model's tokenizer before the long work; what it raises ends the work.
 
     Returns:
         The folder, with `warm_start.json` inside, and whether it came from the cache.
+
+    Raises:
+        ConfigError: the cache cannot be written.
     """
     folder = Path(config.cache_dir) / "warmstart" / fingerprint(config)
-    if (folder / "config.json").is_file():
+    if is_made(folder):
         return folder, True
-    # Before anything long: the first check comes a good part of the way in.
-    report("warm start: making the base model, once (the quickstart's takes about three minutes)", 0, config.warmstart.skill_updates)
-    scratch = folder.with_name(f"{folder.name}.tokenizer")
-    shutil.rmtree(scratch, ignore_errors=True)
-    tokenizer = build_tokenizer(items.train, scratch, config.data.system_prompt)
-    check_tokenizer(tokenizer)
-    model_config = model_shape(config, tokenizer)
-    params, facts = fit(config, model_config, tokenizer, items, mesh, report)
-    texts = {"warm_start.json": json.dumps(facts, indent=2, sort_keys=True) + "\n"}
-    hf.write_folder(folder, model_config, params, scratch, tokenizer.stop_ids, tokenizer.pad_id, tokenizer.bos_id, texts=texts)
-    shutil.rmtree(scratch)
-    return folder, False
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(config, error) from error
+    lock = folder.with_name(f"{folder.name}.lock")
+    with turn(lock, lambda who: tell(f"warm start: {who} makes this base model ({folder}); waiting for it")):
+        if is_made(folder):
+            return folder, True
+        return folder, not make(config, folder, items, mesh, report, check_tokenizer)
+
+
+def is_made(folder: Path) -> bool:
+    """Whether the folder holds a base model."""
+    return (folder / "config.json").is_file()
+
+
+def make(
+    config: ConfigDict, folder: Path, items: Items, mesh: Mesh, report: Report, check_tokenizer: Callable[[Tokenizer], object]
+) -> bool:
+    """Makes the base model. False: another process put the same one there first, as may happen where the cache has no locks."""
+    shutil.rmtree(folder, ignore_errors=True)  # it is no model, or this would not be called
+    with ExitStack() as stack:
+        try:
+            scratch = stack.enter_context(new_folder(folder))
+        except OSError as error:
+            raise unwritable(config, error) from error
+        # Before anything long: the first check comes a good part of the way in.
+        report("warm start: making the base model, once (the quickstart's takes about three minutes)", 0, config.warmstart.skill_updates)
+        tokenizer = build_tokenizer(items.train, scratch, config.data.system_prompt)
+        check_tokenizer(tokenizer)
+        model_config = model_shape(config, tokenizer)
+        params, facts = fit(config, model_config, tokenizer, items, mesh, report)
+        texts = {"warm_start.json": json.dumps(facts, indent=2, sort_keys=True) + "\n"}
+        try:
+            hf.write_files(scratch, model_config, params, scratch, tokenizer.stop_ids, tokenizer.pad_id, tokenizer.bos_id, texts=texts)
+            stack.close()
+        except OSError as error:
+            if isinstance(error, TakenError) and is_made(folder):
+                return False
+            raise unwritable(config, error) from error
+    return True
+
+
+def unwritable(config: ConfigDict, error: OSError) -> ConfigError:
+    """What to say of a cache that cannot be written."""
+    return ConfigError(f"cache_dir = {config.cache_dir!r}: the base model cannot be written there ({error}); choose another one")
 
 
 def model_shape(config: ConfigDict, tokenizer: Tokenizer) -> Qwen2Config:

@@ -69,8 +69,8 @@ def test_wrong_columns_are_named(tmp_path):
 def test_remove_after(tmp_path):
     for step in (1, 2, 3):
         write_samples(tmp_path, step, [])
-    (tmp_path / ".step_000004.parquet.tmp").write_bytes(b"torn")
+    (tmp_path / "step_000004.parquet.host-1-0123abcd.writing").write_bytes(b"torn")
     removed = remove_after(tmp_path, 1)
-    assert [path.name for path in removed] == ["step_000002.parquet", "step_000003.parquet", ".step_000004.parquet.tmp"]
+    assert [path.name for path in removed] == ["step_000002.parquet", "step_000003.parquet", "step_000004.parquet.host-1-0123abcd.writing"]
     assert list(tmp_path.iterdir()) == [sample_path(tmp_path, 1)]
     assert remove_after(tmp_path / "none", 1) == []

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxprorl.rewards.registry import RewardError, load_parts, prepare_reward, reward_version
+from jaxprorl.rewards.registry import RewardError, load_parts, needs_answer, prepare_reward, reward_version
 
 
 @pytest.fixture
@@ -105,4 +105,4 @@ def test_version_follows_helpers_and_libraries(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_a_sum_needs_an_answer_where_one_of_its_functions_does(spec: str, needed: bool | None) -> None:
-    assert registry.needs_answer(spec) is needed
+    assert needs_answer(spec) is needed

@@ -238,12 +238,12 @@ def test_a_base_model_is_made_once_learns_and_is_the_same_when_made_again(tmp_pa
     config.cache_dir = str(tmp_path / "one")
     told: list[str] = []
     report = lambda name, done, total, **shown: told.append(name)  # noqa: E731
-    folder, cached = fit.base_model(config, tiny_items, mesh, report)
+    folder, cached = fit.base_model(config, tiny_items, mesh, report, told.append)
     assert (cached, folder.name) == (False, fit.fingerprint(config))
     assert told[0].startswith("warm start: making the base model")
     assert told[1:] == ["warm start: skill", "warm start: careless mix"]
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name], "nothing half-made is left"
-    assert fit.base_model(config, tiny_items, mesh, report) == (folder, True)
+    assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, f"{folder.name}.lock"], "nothing half-made is left"
+    assert fit.base_model(config, tiny_items, mesh, report, told.append) == (folder, True)
     assert len(told) == 3
 
     facts = json.loads((folder / "warm_start.json").read_text())
@@ -253,6 +253,6 @@ def test_a_base_model_is_made_once_learns_and_is_the_same_when_made_again(tmp_pa
     assert load_tokenizer(folder).vocab_size == facts["vocab_size"] == hf.read_config(folder).vocab_size
 
     config.cache_dir = str(tmp_path / "two")
-    again, cached = fit.base_model(config, tiny_items, mesh, report)
+    again, cached = fit.base_model(config, tiny_items, mesh, report, told.append)
     assert not cached
     assert tiny_run.files(again) == tiny_run.files(folder)

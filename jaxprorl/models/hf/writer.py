@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxprorl.errors import ModelError
+from jaxprorl.files import new_folder
 from jaxprorl.models.hf.config import config_json
 from jaxprorl.models.hf.names import hf_keys, hf_shape, is_stacked
 from jaxprorl.models.qwen2 import Qwen2Config, declarations
@@ -47,8 +48,9 @@ def write_folder(
     dtype: Literal["float32", "bfloat16"] = "float32",
     shard_bytes: int = SHARD_BYTES,
     texts: Mapping[str, str] | None = None,
+    replace: bool = True,
 ) -> None:
-    """Writes an ordinary model folder beside the target, then renames it into place, replacing what was there.
+    """Writes an ordinary model folder, which is there whole or not at all.
 
     Args:
         params: asked for each parameter once, in the order of their declaration. The host holds one tensor of one layer at a time.
@@ -56,32 +58,50 @@ def write_folder(
         dtype: of the tensors; float32 to bfloat16 rounds to nearest, ties to even.
         shard_bytes: a file grows no larger, unless a single tensor is.
         texts: further files, name -> content.
+        replace: an older folder is replaced; else the folder must be missing or empty, before and after the writing.
 
     Raises:
-        ModelError: the folder cannot be written, e.g. because the disk is full. Nothing is left of it then; an older one stays.
+        ModelError: the folder cannot be written, e.g. because the disk is full or it holds something that stays. Nothing is left of it
+            then; an older one stays.
     """
     target = Path(folder).resolve()  # behind a link, where the space is
-    aside = target.with_name(f"{target.name}.writing")
-    shards = plan_shards(c, dtype, shard_bytes)
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        needed, free = sum(entry.bytes for entries in shards.values() for entry in entries), shutil.disk_usage(aside).free
-        if needed > free:
-            raise OSError(f"it needs {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free")
-        for name in COPIED:
-            if (Path(tokenizer_folder) / name).is_file():
-                shutil.copy(Path(tokenizer_folder) / name, aside / name)
-        _write_tensors(aside, shards, tensors(c, params, dtype), dtype)
-        everything = {"config.json": json.dumps(config_json(c, dtype, stop_ids, pad_id, bos_id), indent=2) + "\n"} | dict(texts or {})
-        for name, text in everything.items():
-            (aside / name).write_text(text, encoding="utf-8")
-        shutil.rmtree(target, ignore_errors=True)
-        aside.rename(target)
+        with new_folder(target, replace=replace, last="config.json") as scratch:
+            write_files(scratch, c, params, tokenizer_folder, stop_ids, pad_id, bos_id, dtype=dtype, shard_bytes=shard_bytes, texts=texts)
     except OSError as error:
         raise ModelError(f"{target} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_files(
+    folder: Path,
+    c: Qwen2Config,
+    params: Mapping[str, Any],
+    tokenizer_folder: str | Path,
+    stop_ids: tuple[int, ...],
+    pad_id: int,
+    bos_id: int | None = None,
+    *,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    shard_bytes: int = SHARD_BYTES,
+    texts: Mapping[str, str] | None = None,
+) -> None:
+    """Writes the files of a model into a folder that is there, which may hold the tokenizer already. Arguments as of `write_folder`.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    shards = plan_shards(c, dtype, shard_bytes)
+    needed, free = sum(entry.bytes for entries in shards.values() for entry in entries), shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(f"it needs {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free")
+    for name in COPIED:
+        source = Path(tokenizer_folder) / name
+        if source.is_file() and source.parent != folder:
+            shutil.copy(source, folder / name)
+    _write_tensors(folder, shards, tensors(c, params, dtype), dtype)
+    everything = {"config.json": json.dumps(config_json(c, dtype, stop_ids, pad_id, bos_id), indent=2) + "\n"} | dict(texts or {})
+    for name, text in everything.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def plan_shards(c: Qwen2Config, dtype: str, shard_bytes: int) -> dict[str, list[Entry]]:

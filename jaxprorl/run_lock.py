@@ -1,5 +1,6 @@
 """One process per run folder: a second one is refused, the lock of a dead one is taken over."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -61,7 +62,8 @@ class RunLock:
 
     def release(self) -> None:
         """Lets the folder go; the file stays, empty (removing it would race with whoever opens it now)."""
-        os.ftruncate(self._file, 0)
+        with contextlib.suppress(OSError):  # a disk that is gone must not hide why the run ends; the kernel's lock goes with the file
+            os.ftruncate(self._file, 0)
         os.close(self._file)
 
     def __enter__(self) -> Self:

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jaxprorl import storage
 from jaxprorl.types import Group
 
 SCHEMA = pa.schema(
@@ -86,6 +87,7 @@ def write_samples(folder: str | os.PathLike[str], step: int, rows: Sequence[Mapp
 
     Raises:
         ValueError: a row's columns are not exactly those of SCHEMA (names them).
+        StorageError: the file cannot be written.
     """
     expected = set(SCHEMA.names) - {"step"}
     for index, row in enumerate(rows):
@@ -93,13 +95,17 @@ def write_samples(folder: str | os.PathLike[str], step: int, rows: Sequence[Mapp
             raise ValueError(f"row {index}: missing {sorted(expected - set(row))}, unknown {sorted(set(row) - expected)}")
     table = pa.Table.from_pylist([{"step": step, **row} for row in rows], schema=SCHEMA)
     path = sample_path(folder, step)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    content = pa.BufferOutputStream()
+    pq.write_table(table, content, compression="zstd", compression_level=3)
+    data = content.getvalue()
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        pq.write_table(table, file, compression="zstd", compression_level=3)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with storage.writing(path, data.size):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
     return path
 
 

@@ -5,6 +5,7 @@ which it took effect, on the disk before it is obeyed and never cut back: a run 
 again.
 """
 
+import contextlib
 import json
 import os
 import uuid
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxprorl import storage
 from jaxprorl.errors import ConfigError, DataError
 from jaxprorl.monitoring import jsonl
 from jaxprorl.run_folder import RunFolder, read_config
@@ -35,6 +37,7 @@ def request(run: Path, command: Command) -> Path:
     Raises:
         ConfigError: no run there, it is over, it takes no commands (or has no stages), or one is waiting already.
         DataError: its config.json is torn, or of another version.
+        StorageError: nothing can be written there.
     """
     config = read_config(run)
     if not config.resets.manual:
@@ -47,16 +50,19 @@ def request(run: Path, command: Command) -> Path:
             "command once a step of those is done"
         )
     path, temporary = run / WAITING, run / f".{WAITING}.{uuid.uuid4().hex}"
-    with temporary.open("w", encoding="utf-8") as out:
-        json.dump({"id": uuid.uuid4().hex, "kind": command.kind, "reason": command.reason}, out)
-        out.flush()
-        os.fsync(out.fileno())
-    try:
-        os.link(temporary, path)  # fails where a rename would overwrite
-    except FileExistsError:
-        raise ConfigError(f"--run {run}: a command is waiting already; the run takes it at its next step ({path})") from None
-    finally:
-        temporary.unlink()
+    text = json.dumps({"id": uuid.uuid4().hex, "kind": command.kind, "reason": command.reason})
+    with storage.writing(path, len(text), "then ask again"):
+        try:
+            with temporary.open("w", encoding="utf-8") as out:
+                out.write(text)
+                out.flush()
+                os.fsync(out.fileno())
+            os.link(temporary, path)  # fails where a rename would overwrite
+        except FileExistsError:
+            raise ConfigError(f"--run {run}: a command is waiting already; the run takes it at its next step ({path})") from None
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
     return path
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from jaxprorl import streams
 from jaxprorl.lifetime import die_with
 from jaxprorl.rewards import registry
 from jaxprorl.types import Outcome, Prompt
@@ -53,6 +54,7 @@ def start(spec: str, tokenizer_file: str, parent_pid: int) -> None:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION)
     die_with(parent_pid)
+    streams.protect(streams.READ_WITHIN_S)  # a reward may print, and must not fail because nobody reads it
     try:
         _reward = registry.load_reward(spec)
         registry.prepare_reward(spec)

@@ -3,9 +3,12 @@
 Orbax writes the arrays; `commit` says which checkpoints exist, proves their bytes, and decides which are kept.
 """
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -68,6 +71,8 @@ class Checkpoints:
             self.debris = commit.remove_debris(self.folder, commit.committed_steps(self.folder))
         except OSError as error:
             raise CheckpointError(storage.problem(self.folder, 0, error)) from error
+        self._quiet = contextlib.ExitStack()
+        self._quiet.enter_context(_without_tracebacks())
         handler = ocp.CompositeCheckpointHandler(state=_state_handler(), host=ocp.JsonCheckpointHandler())
         self._checkpointer = ocp.AsyncCheckpointer(handler)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="commit")
@@ -147,6 +152,28 @@ class Checkpoints:
         finally:
             self._thread.shutdown()
             self._checkpointer.close()
+            self._quiet.close()
+
+
+@contextlib.contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Keeps the threads of Orbax and tensorstore from printing what goes wrong in a save: it is raised too, by `Checkpoints.wait`."""
+
+    def is_no_error_of_orbax(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR or "orbax" not in Path(record.pathname).parts
+
+    def unraisable(found: Any) -> None:
+        if str(found.exc_value) != "Event loop is closed":  # tensorstore's, for each file of a save that Orbax had given up
+            previous(found)
+
+    logger, previous = logging.getLogger("absl"), sys.unraisablehook
+    logger.addFilter(is_no_error_of_orbax)
+    sys.unraisablehook = unraisable
+    try:
+        yield
+    finally:
+        sys.unraisablehook = previous
+        logger.removeFilter(is_no_error_of_orbax)
 
 
 def newest_sound_step(folder: Path, on_damage: str, remedy: str = TO_GO_ON) -> tuple[int | None, list[str]]:
@@ -266,8 +293,8 @@ def require_space(folder: Path, needed_bytes: int) -> None:
     free = storage.free_bytes(folder)
     if free is not None and free < needed_bytes + SPARE_BYTES:
         raise CheckpointError(
-            f"{folder}: a checkpoint needs {needed_bytes / 1e6:.0f} MB and {SPARE_BYTES / 1e6:.0f} MB to spare, "
-            f"{free / 1e6:.0f} MB are free; make room, lower checkpoint.keep, or set runs_dir to another disk"
+            f"{folder}: a checkpoint needs {storage.size(needed_bytes)} and {storage.size(SPARE_BYTES)} to spare, "
+            f"{storage.size(free)} are free; make room, lower checkpoint.keep, or set runs_dir to another disk"
         )
 
 

@@ -246,7 +246,7 @@ def test_a_full_disk_is_told_before_anything_is_written(folder: Path, state: Tra
         checkpoints.save(state, host_of(1))
         checkpoints.wait()
         monkeypatch.setattr(checkpoint, "SPARE_BYTES", 1 << 60)
-        with pytest.raises(CheckpointError, match=r"checkpoints: a checkpoint needs .* MB .* are free; make room"):
+        with pytest.raises(CheckpointError, match=r"checkpoints: a checkpoint needs .* to spare, .* are free; make room"):
             checkpoints.save(state, host_of(2))
     assert names(folder) == committed(1)
     with pytest.raises(CheckpointError):

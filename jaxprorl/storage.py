@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jaxprorl.errors import StorageError
@@ -68,6 +68,8 @@ def writing(path: Path, needed_bytes: int, then: str = GO_ON) -> Iterator[None]:
 def unwritable(folder: Path) -> str:
     """Why nothing can be written in a folder, which need not exist yet; "" if something can be, as far as permissions tell."""
     try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(folder)  # raises for a name that is too long
         existing = _existing(folder)
         if not existing.is_dir():
             return f"{existing} is no folder"

@@ -6,9 +6,9 @@ vllm_pythons="3.11"                # the one that the pins of requirements-vllm*
 
 # A file opened where descriptor 0, 1 or 2 is closed would become a standard stream, and messages would be written into it.
 open_descriptors() {
-  { : <&0; } 2>/dev/null || exec </dev/null
-  { : >&1; } 2>/dev/null || exec >/dev/null
-  { : >&2; } || exec 2>/dev/null
+  [ -e /dev/fd/0 ] || exec </dev/null
+  [ -e /dev/fd/1 ] || exec >/dev/null
+  [ -e /dev/fd/2 ] || exec 2>/dev/null
 }
 
 say() { printf '%s\n' "$*" >&2; }

@@ -3,10 +3,12 @@
 Orbax writes the arrays; `commit` says which checkpoints exist, proves their bytes, and decides which are kept.
 """
 
+import contextlib
 import dataclasses
 import json
-import shutil
-from collections.abc import Mapping, Sequence
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 
-from jaxprorl import commit
+from jaxprorl import commit, storage
 from jaxprorl.errors import CheckpointError
 from jaxprorl.models.qwen2 import Params
 from jaxprorl.state import RunState, TrainState
@@ -68,11 +70,13 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.debris = commit.remove_debris(self.folder, commit.committed_steps(self.folder))
         except OSError as error:
-            raise CheckpointError(f"{self.folder} cannot be written: {error}") from error
+            raise CheckpointError(storage.problem(self.folder, 0, error)) from error
+        self._quiet = contextlib.ExitStack()
+        self._quiet.enter_context(_without_tracebacks())
         handler = ocp.CompositeCheckpointHandler(state=_state_handler(), host=ocp.JsonCheckpointHandler())
         self._checkpointer = ocp.AsyncCheckpointer(handler)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="commit")
-        self._saving: tuple[int, Future[None]] | None = None  # step and outcome of the save that has not been waited for
+        self._saving: tuple[int, int, Future[None]] | None = None  # step, bytes and outcome of the save that has not been waited for
         self._last: Future[None] | None = None
 
     def save(self, state: TrainState, host: Host, validation_solve_rate: float | None = None, reset_boundary: bool = False) -> None:
@@ -83,16 +87,17 @@ class Checkpoints:
         """
         self.wait()
         step = host.run.step
-        require_space(self.folder, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
-        commit.remove(self.folder, step)  # a run that was extended after its last step writes that step again
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        require_space(self.folder, needed)
         content = {"schema": SCHEMA} | dataclasses.asdict(host)
         arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(state), host=ocp.args.JsonSave(content))
         try:
+            commit.remove(self.folder, step)  # a run that was extended after its last step writes that step again
             self._checkpointer.save(commit.step_folder(self.folder, step), args=arguments)
         except OSError as error:
-            raise CheckpointError(f"checkpoint step {step} cannot be written to {self.folder}: {error}") from error
+            raise CheckpointError(storage.problem(commit.step_folder(self.folder, step), needed, error)) from error
         self._last = self._thread.submit(self._commit, step, validation_solve_rate, reset_boundary)
-        self._saving = step, self._last
+        self._saving = step, needed, self._last
 
     def saving(self) -> bool:
         """Whether a save is not yet committed. May be called in any thread."""
@@ -128,11 +133,12 @@ class Checkpoints:
         """
         if self._saving is None:
             return
-        (step, outcome), self._saving = self._saving, None
+        (step, needed, outcome), self._saving = self._saving, None
         try:
             outcome.result()
         except Exception as error:  # whatever Orbax's threads met: its errors have no common type
-            raise CheckpointError(f"checkpoint step {step} could not be written to {self.folder}: {error}") from error
+            reason = error if isinstance(error, OSError) else str(error)
+            raise CheckpointError(storage.problem(commit.step_folder(self.folder, step), needed, reason)) from error
 
     def __enter__(self) -> Self:
         return self
@@ -146,6 +152,28 @@ class Checkpoints:
         finally:
             self._thread.shutdown()
             self._checkpointer.close()
+            self._quiet.close()
+
+
+@contextlib.contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Keeps the threads of Orbax and tensorstore from printing what goes wrong in a save: it is raised too, by `Checkpoints.wait`."""
+
+    def is_no_error_of_orbax(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR or "orbax" not in Path(record.pathname).parts
+
+    def unraisable(found: Any) -> None:
+        if str(found.exc_value) != "Event loop is closed":  # tensorstore's, for each file of a save that Orbax had given up
+            previous(found)
+
+    logger, previous = logging.getLogger("absl"), sys.unraisablehook
+    logger.addFilter(is_no_error_of_orbax)
+    sys.unraisablehook = unraisable
+    try:
+        yield
+    finally:
+        sys.unraisablehook = previous
+        logger.removeFilter(is_no_error_of_orbax)
 
 
 def newest_sound_step(folder: Path, on_damage: str, remedy: str = TO_GO_ON) -> tuple[int | None, list[str]]:
@@ -262,11 +290,11 @@ def require_space(folder: Path, needed_bytes: int) -> None:
     Raises:
         CheckpointError: it does not; names what is needed and what is free.
     """
-    free = shutil.disk_usage(folder).free
-    if free < needed_bytes + SPARE_BYTES:
+    free = storage.free_bytes(folder)
+    if free is not None and free < needed_bytes + SPARE_BYTES:
         raise CheckpointError(
-            f"{folder}: a checkpoint needs {needed_bytes / 1e6:.0f} MB and {SPARE_BYTES / 1e6:.0f} MB to spare, "
-            f"{free / 1e6:.0f} MB are free; make room, lower checkpoint.keep, or set runs_dir to another disk"
+            f"{folder}: a checkpoint needs {storage.size(needed_bytes)} and {storage.size(SPARE_BYTES)} to spare, "
+            f"{storage.size(free)} are free; make room, lower checkpoint.keep, or set runs_dir to another disk"
         )
 
 

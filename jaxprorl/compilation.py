@@ -3,11 +3,14 @@
 import contextlib
 import logging
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 from jax._src import compilation_cache
+
+from jaxprorl import storage
 
 # JAX announces every compilation here, with function name and argument shapes, before it happens.
 _LOGGER = logging.getLogger("jax._src.interpreters.pxla")
@@ -43,16 +46,27 @@ def no_compilation() -> Iterator[None]:
 
 
 def use_compilation_cache(folder: str | Path) -> list[str]:
-    """Keeps executables on disk, however small and quick to compile.
+    """Keeps executables on disk, however small and quick to compile. Where nothing can be written, what is there is read.
 
     JAX writes an entry in place and never again while a file of that name exists: one torn by a kill would be read, refused and
-    recompiled at every start. Such entries are removed here; their names are returned.
+    recompiled at every start. Such entries are removed here.
+
+    Returns:
+        What to tell about the folder, a line each.
     """
-    torn = remove_torn_entries(Path(folder))
-    jax.config.update("jax_compilation_cache_dir", str(Path(folder).absolute()))
+    folder = Path(folder)
+    reason = storage.unwritable(folder)
+    told = [f"WARNING: {folder.parent} (cache_dir): {reason}; what is compiled now is compiled again at the next start"] if reason else []
+    if not reason:
+        told = [f"{folder.parent}: removed the torn cache entry {name}; it is compiled again" for name in remove_torn_entries(folder)]
+    elif not folder.is_dir():
+        return told  # JAX would try to make it
+    jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))
+    if reason:  # a warning for every entry that cannot be written would hide the rest
+        warnings.filterwarnings("ignore", message="Error writing persistent compilation cache entry")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return torn
+    return told
 
 
 def remove_torn_entries(folder: Path, wait_s: float = WRITTEN_WITHIN_S) -> list[str]:

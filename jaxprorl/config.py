@@ -21,6 +21,7 @@ from jaxprorl.rollout import preflight
 from jaxprorl.sharding.strategies import AXES, BATCH_AXES, STRATEGIES, mesh_sizes
 from jaxprorl.sizes import with_cpu_devices
 
+MAX_NAME_CHARS = 200  # of folders: file systems take 255 bytes, and a run that is moved aside is called NAME.old-K
 HINT = "every field, with its type and unit, is in configs/base.py"
 
 
@@ -182,6 +183,7 @@ def _check_choices(config: ConfigDict) -> None:
     _require(
         bool(re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name)), "run_name", name, "use letters, digits, '.', '_' and '-' (it names a folder)"
     )
+    _require(len(name) <= MAX_NAME_CHARS, "run_name", name, f"has {len(name)} characters, use {MAX_NAME_CHARS} at most (it names a folder)")
     path = config.model.path
     _require(
         not path or Path(path).is_dir(),

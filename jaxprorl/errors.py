@@ -40,6 +40,10 @@ class CheckpointError(UserError, RuntimeError):
     """A checkpoint that cannot be written, or read back."""
 
 
+class StorageError(UserError, RuntimeError):
+    """A file of a run, other than a checkpoint, that cannot be written."""
+
+
 class RunLockedError(UserError, RuntimeError):
     """Another process works in the run's folder."""
 

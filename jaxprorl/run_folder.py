@@ -11,6 +11,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxprorl import streams
 from jaxprorl.commit import committed_steps
 from jaxprorl.config import differences, to_json
 from jaxprorl.errors import ConfigError, DataError
@@ -84,6 +85,11 @@ class RunFolder:
         return self.path / "evaluation_before.json"
 
     @property
+    def report(self) -> Path:
+        """Derived from the other files, for people."""
+        return self.path / "report.html"
+
+    @property
     def summary(self) -> Path:
         """What a finished run reached."""
         return self.path / "summary.json"
@@ -143,7 +149,18 @@ def _open_run(config: ConfigDict, stack: ExitStack) -> RunFolder:
         lock = stack.enter_context(RunLock(folder.path))
     sweep(folder.path)
     if lock.takeover:
-        print(lock.takeover, flush=True)
+        streams.say(lock.takeover)
+    check_config(config, folder)
+    write_atomically(folder.config, to_json(config))
+    return folder
+
+
+def check_config(config: ConfigDict, folder: RunFolder) -> None:
+    """Refuses to go on with a run of another config.
+
+    Raises:
+        ConfigError: names the first fields that differ.
+    """
     if has_begun(folder):
         stored = json.loads(to_json(read_config(folder.path)))
         changed = [
@@ -159,8 +176,6 @@ def _open_run(config: ConfigDict, stack: ExitStack) -> RunFolder:
             )
         check_begun_stages(folder, stored["stages"], json.loads(to_json(config))["stages"])
         check_exam_limit(folder, ConfigDict(stored), config)
-    write_atomically(folder.config, to_json(config))
-    return folder
 
 
 def as_begun(config: ConfigDict, folder: RunFolder) -> ConfigDict:
@@ -179,7 +194,7 @@ def as_begun(config: ConfigDict, folder: RunFolder) -> ConfigDict:
 
 def has_begun(folder: RunFolder) -> bool:
     """False for a start that failed before it did anything."""
-    return folder.config.is_file() and folder.events.exists()
+    return os.path.isfile(folder.config) and os.path.exists(folder.events)  # Path's raise for a name that is too long
 
 
 def what_comes_next(folder: RunFolder) -> str:

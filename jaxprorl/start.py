@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import json
+import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,10 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from jaxprorl import storage, streams
 from jaxprorl import watch as watching
 from jaxprorl.checkpoint import Checkpoints, Host, newest_sound_step, read_host, require_space, restore_params, restore_state
+from jaxprorl.commit import committed_steps
 from jaxprorl.compilation import use_compilation_cache
 from jaxprorl.data.domains import choose
 from jaxprorl.data.duplicates import lines
@@ -271,8 +274,8 @@ def read_start_params(base: Path, model_config: Qwen2Config, shardings: dict[str
 def prepare_devices(config: ConfigDict) -> Mesh:
     """The mesh, with host devices and the compilation cache set up; before anything else touches JAX."""
     set_cpu_devices(with_cpu_devices(config).mesh.cpu_devices)
-    for name in use_compilation_cache(Path(config.cache_dir) / "xla"):
-        print(f"{config.cache_dir}: removed the torn cache entry {name}; it is compiled again", flush=True)
+    for line in use_compilation_cache(Path(config.cache_dir) / "xla"):
+        streams.say(line)
     sizes = {"data": config.mesh.data, "fsdp": config.mesh.fsdp, "tensor": config.mesh.tensor, "context": config.mesh.context}
     try:
         return make_mesh(config.mesh.strategy, sizes=sizes)
@@ -284,15 +287,42 @@ def base_model(config: ConfigDict, mesh: Mesh, progress: Progress, items: Items 
     """The folder of the start model, and whether it was there already. `items` are what RL trains on; without them nothing is checked."""
     if config.model.path:
         return Path(config.model.path), True
-    source = config.copy_and_resolve_references()
-    with source.unlocked():
-        source.data.source = "reasoning_gym"  # demonstrations come from the tasks, whatever RL trains on
+    source = _of_warm_start(config)
     if items is None or source.data.source == config.data.source:
         return fit.base_model(source, items or load_items(source), mesh, progress.phase, progress.note)
     own = items  # they are rendered, and measured, as soon as the tokenizer is there
     return fit.base_model(
         source, load_items(source), mesh, progress.phase, progress.note, lambda tokenizer: read_prompts(config, tokenizer, own)
     )
+
+
+def check_cache(config: ConfigDict, folder: RunFolder | None = None) -> None:
+    """Refuses, before the base model is made, a cache that could not hold it. One that can only be read serves as far as it goes.
+
+    Args:
+        folder: of the run; one that has a checkpoint needs no base model. None = it is made in any case.
+
+    Raises:
+        ConfigError: names the folder and what is wrong with it.
+    """
+    cache = Path(config.cache_dir)
+    remedy = "allow writing there, or choose another one (--config.cache_dir=FOLDER)"
+    reason = storage.unwritable(cache)
+    if os.path.lexists(cache) and not cache.is_dir():
+        raise ConfigError(f"cache_dir = {config.cache_dir!r}: {reason}; {remedy}")
+    going_on = folder is not None and config.on_existing != "replace" and committed_steps(folder.checkpoints)
+    if reason and not config.model.path and not going_on:
+        made = cache / "warmstart" / fit.fingerprint(_of_warm_start(config))
+        if not (made / "config.json").is_file():
+            raise ConfigError(f"cache_dir = {config.cache_dir!r}: {reason}, and the base model has to be made and kept there; {remedy}")
+
+
+def _of_warm_start(config: ConfigDict) -> ConfigDict:
+    """The config that the base model is made by: demonstrations come from the tasks, whatever RL trains on."""
+    source = config.copy_and_resolve_references()
+    with source.unlocked():
+        source.data.source = "reasoning_gym"
+    return source
 
 
 def check_model(config: ConfigDict, model_config: Qwen2Config, tokenizer: Tokenizer) -> None:
@@ -316,14 +346,16 @@ def adopt_tokenizer(base: Path, folder: RunFolder) -> None:
     """
     base = model_folder(base)
     check_chat_template(load_tokenizer(base))  # before anything is copied: errors name the folder that the user gave
-    shutil.rmtree(folder.base_model, ignore_errors=True)
-    folder.base_model.mkdir(parents=True)
-    for file in sorted(base.iterdir()):
-        if file.is_file() and file.suffix in (".json", ".jinja", ".txt") and not file.name.endswith(".index.json"):
+    named = [file for file in sorted(base.iterdir()) if file.suffix in (".json", ".jinja", ".txt")]
+    files = [file for file in named if file.is_file() and not file.name.endswith(".index.json")]
+    with storage.writing(folder.base_model, sum(file.stat().st_size for file in files)):
+        shutil.rmtree(folder.base_model, ignore_errors=True)
+        folder.base_model.mkdir(parents=True)
+        for file in files:
             shutil.copy(file, folder.base_model / file.name)
-    warm_start = folder.base_model / "warm_start.json"
-    if warm_start.is_file():
-        warm_start.rename(folder.path / "warm_start.json")
+        warm_start = folder.base_model / "warm_start.json"
+        if warm_start.is_file():
+            warm_start.rename(folder.path / "warm_start.json")
 
 
 def abstract_params(model_config: Qwen2Config, shardings: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -413,5 +445,7 @@ def evaluate_before(training: Training, warm_start_s: float) -> dict[str, Any]:
         before: dict[str, Any] = json.loads(path.read_text())
         return before
     before = evaluate_held_out(training, "before") | {"time_warm_start_s": warm_start_s}
-    write_atomically(path, json.dumps(before, indent=2) + "\n")
+    text = json.dumps(before, indent=2) + "\n"
+    with storage.writing(path, len(text)):
+        write_atomically(path, text)
     return before

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxprorl import storage, streams
 from jaxprorl import watch as watching
 from jaxprorl.batch import batch_advantages, host_batch, packing_metrics, placed
 from jaxprorl.budget import is_over, spent
@@ -20,7 +21,7 @@ from jaxprorl.checkpoint import Host, read_host
 from jaxprorl.commit import committed_steps
 from jaxprorl.compilation import no_compilation
 from jaxprorl.config import validate
-from jaxprorl.errors import NonFiniteError
+from jaxprorl.errors import ConfigError, NonFiniteError
 from jaxprorl.evaluation.harness import evaluate, first_per_task
 from jaxprorl.evaluation.report import write_report
 from jaxprorl.evaluation.summary import build_summary, peak_memory_bytes, write_summary
@@ -29,6 +30,7 @@ from jaxprorl.grading import check_graders
 from jaxprorl.inputs import read_inputs
 from jaxprorl.monitoring.alarms import AlarmError, Paused
 from jaxprorl.monitoring.profile import start_trace, stop_trace
+from jaxprorl.monitoring.views import Views, warning
 from jaxprorl.preemption import Preemption
 from jaxprorl.resets.commands import Command, take_command
 from jaxprorl.resets.controller import gauges
@@ -39,8 +41,8 @@ from jaxprorl.rollout import surplus
 from jaxprorl.rollout.collect import Rollout, RolloutBatch
 from jaxprorl.rollout.engine import exam_sampling
 from jaxprorl.rollout.metrics import rollout_metrics, tokens_of
-from jaxprorl.run_folder import RunFolder, as_begun, has_begun, open_run, what_comes_next
-from jaxprorl.start import Training, evaluate_held_out, start
+from jaxprorl.run_folder import RunFolder, as_begun, check_config, has_begun, open_run, what_comes_next
+from jaxprorl.start import Training, check_cache, evaluate_held_out, start
 from jaxprorl.state import RunState, TrainState
 from jaxprorl.types import Group
 from jaxprorl.update import Metrics, host_metrics, skipped_in_a_row
@@ -69,6 +71,7 @@ def train(config: ConfigDict) -> dict[str, Any]:
     Raises:
         ConfigError, DataError, ModelError, RewardError: bad input, before long work starts.
         CheckpointError: the newest checkpoint is damaged or of something else, or the disk is full.
+        StorageError: another file that the run cannot do without cannot be written; what was saved before is sound.
         RunLockedError: another process works in the run's folder.
         GraderError: `grading.max_error_share` was exceeded.
         NonFiniteError: `optimizer.max_skipped_updates` updates in a row had a gradient or a change that is not finite.
@@ -81,6 +84,9 @@ def train(config: ConfigDict) -> dict[str, Any]:
     folder = RunFolder(Path(config.runs_dir) / config.run_name)
     config = as_begun(config, folder)
     validate(config)
+    if reason := storage.unwritable(folder.path):
+        return read_only(config, folder, reason)
+    check_cache(config, folder)
     # The stack is the inner one: it closes (and waits for the last save) while signals and the time limit still count.
     with Preemption(config.checkpoint.save_within_s, partial(what_comes_next, folder)) as preemption, ExitStack() as stack:
         # Of a run that is new: refused, it leaves no folder behind, and moves none aside.
@@ -118,7 +124,7 @@ def run_stage(training: Training, preemption: Preemption) -> None:
     done: Step | None = None
     while not is_over(config, run) and not training.watch.stage.ending and not (done and preemption.requested):
         step = run.step
-        tracing = start_trace(config, training.folder, step, state)
+        tracing = start_trace(config, training.folder, step, state, recorder)
         # Made, the rollout has dispatched its first decode steps; only then is the last update's result read.
         rollout = Rollout(
             config, setting.engine, training.graders, setting.prompts, run.prompts_consumed - run.stage_prompts, step, left,
@@ -144,7 +150,7 @@ def run_stage(training: Training, preemption: Preemption) -> None:
         done = Step(step, batch, advantage_PN, packing_metrics(packed), metrics, validate_policy(training, step), dispatched_s)
         run = replace(run, validation_tokens=run.validation_tokens + int(done.validation.get("validation.completion_tokens", 0)))
         if tracing:
-            stop_trace(state)
+            stop_trace(step, state, recorder)
         run, done.command = look_ahead(training, run, done.validation)
     training.state, training.surplus = state, left
     training.run = record(training, done, state, run, left, leaving=True)
@@ -356,19 +362,35 @@ def finished(config: ConfigDict, folder: RunFolder) -> dict[str, Any] | None:
         saved = committed_steps(folder.checkpoints)
         if steps > config.steps or not saved or saved[-1] != steps or not is_over(config, read_host(folder.checkpoints, steps).run):
             return None
-    if not (folder.path / "report.html").is_file():  # it was killed between the two
-        write_report(folder.path)
+    if not folder.report.is_file():  # it was killed between the two, or could not write it
+        views = Views()
+        views.show("report", write_report, folder.path)
+        for view, why in views.news().items():
+            streams.say(warning(view, why))
+    return summary
+
+
+def read_only(config: ConfigDict, folder: RunFolder, reason: str) -> dict[str, Any]:
+    """The summary of a run that is over, where nothing can be written.
+
+    Raises:
+        ConfigError: it is not over, or of another config.
+    """
+    check_config(config, folder)
+    summary = finished(config, folder) if config.on_existing == "resume" else None
+    if summary is None:
+        raise ConfigError(f"runs_dir = {config.runs_dir!r}: {reason}; allow writing there, or choose another one")
     return summary
 
 
 def finish(config: ConfigDict, training: Training, started_s: float) -> dict[str, Any]:
     """Final evaluation, model folder, summary and report."""
-    folder, run, before = training.folder, training.run, training.before
+    folder, run, before, recorder = training.folder, training.run, training.before, training.recorder
     after = evaluate_held_out(training, "after")
     peaks = [stats["peak_bytes_in_use"] for device in jax.local_devices() if (stats := device.memory_stats())]
     if peaks:
-        training.recorder.event(run.step, "device_memory", peak_bytes=peaks)
-    training.recorder.event(run.step, "run_end", steps=run.step, resets=run.resets, spent=spent(run))
+        recorder.event(run.step, "device_memory", peak_bytes=peaks)
+    recorder.event(run.step, "run_end", steps=run.step, resets=run.resets, spent=spent(run))
     scores = {"before": before["sampled"], "after": after["sampled"]}
     write_model(folder.model, folder, config, training.model_config, training.state.params, training.tokenizer, run, scores)
     training.checkpoints.wait()
@@ -392,7 +414,8 @@ def finish(config: ConfigDict, training: Training, started_s: float) -> dict[str
         peak_memory_bytes=peak_memory_bytes(),
         seed=config.seed,
     )
-    (folder.path / "report.html").unlink(missing_ok=True)  # of fewer steps
-    write_summary(folder.path, summary)
-    write_report(folder.path)
+    recorder.view(run.step, "report", partial(folder.report.unlink, missing_ok=True))  # of fewer steps
+    with storage.writing(folder.summary, len(json.dumps(summary))):
+        write_summary(folder.path, summary)
+    recorder.view(run.step, "report", write_report, folder.path)
     return summary

@@ -17,6 +17,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from jaxprorl import storage, streams
+
+if __name__ == "__main__":
+    streams.protect(streams.READ_WITHIN_S)  # before any file is opened
+
 from jaxprorl.ablations.plan import Plan, make_plan, write_plan
 from jaxprorl.ablations.runs import Home, all_runs, begun, execute
 from jaxprorl.config import load
@@ -63,6 +68,8 @@ def ablate(options: argparse.Namespace, arguments: list[str], stack: ExitStack) 
         raise ConfigError(f"--config={options.config}: no ablation but an experiment; ablations are in configs/ablations/")
     plan = make_plan(settings)
     home = Home(Path(settings["ablations_dir"]) / plan.name)
+    if reason := storage.unwritable(home.path):
+        raise ConfigError(f"ablations_dir = {settings['ablations_dir']!r}: {reason}; allow writing there, or choose another one")
     home.path.mkdir(parents=True, exist_ok=True)
     try:
         stack.enter_context(RunLock(home.path))

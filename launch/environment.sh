@@ -4,6 +4,13 @@
 supported_pythons="3.13 3.12 3.11" # best first
 vllm_pythons="3.11"                # the one that the pins of requirements-vllm*.txt install on
 
+# A file opened where descriptor 0, 1 or 2 is closed would become a standard stream, and messages would be written into it.
+open_descriptors() {
+  [ -e /dev/fd/0 ] || exec </dev/null
+  [ -e /dev/fd/1 ] || exec >/dev/null
+  [ -e /dev/fd/2 ] || exec 2>/dev/null
+}
+
 say() { printf '%s\n' "$*" >&2; }
 fail() {
   printf 'error: %s\n' "$*" >&2

@@ -9,6 +9,11 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from jaxprorl import streams
+
+if __name__ == "__main__":
+    streams.protect()  # before any file is opened
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # writing files takes no accelerator from a run
 
 from jaxprorl.errors import UserError

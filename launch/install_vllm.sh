@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . launch/environment.sh
+open_descriptors
 
 case "${1:-}" in
   cpu | gpu | tpu) ;;

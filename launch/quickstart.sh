@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . launch/environment.sh
+open_descriptors
 
 needs_vllm=no
 flag=

@@ -14,6 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from jaxprorl import streams
+
+if __name__ == "__main__":
+    streams.protect()  # before any file is opened
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text

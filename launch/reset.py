@@ -13,6 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from jaxprorl import streams
+
+if __name__ == "__main__":
+    streams.protect()  # before any file is opened
+
 from jaxprorl.errors import UserError
 from jaxprorl.resets.commands import Command, request
 

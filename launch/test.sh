@@ -10,6 +10,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . launch/environment.sh
+open_descriptors
 
 tier=default
 tests="not long"

@@ -13,13 +13,20 @@ from types import FrameType
 
 def stop_now(signum: int, frame: FrameType | None) -> None:
     """Ctrl-C while libraries are imported, or after the run: nothing is open, and one of them might swallow an exception."""
-    os.write(2, b"interrupted\n")
-    os._exit(130)
+    try:
+        os.write(2, b"interrupted\n")
+    finally:
+        os._exit(130)
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, stop_now)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from jaxprorl import streams
+
+if __name__ == "__main__":
+    streams.protect(streams.READ_WITHIN_S)  # before any file is opened
 
 from jaxprorl import config as config_module
 from jaxprorl.errors import UserError
@@ -44,8 +51,9 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     greedy = summary["greedy"]
-    print(before_after_text(summary["before"], summary["after"], greedy["before"], greedy["after"]))
-    print(f"{summary['steps']} steps are done; report: {Path(config.runs_dir) / config.run_name / 'report.html'}")
+    print(before_after_text(summary["before"], summary["after"], greedy["before"], greedy["after"], sys.stdout.encoding))
+    report = Path(config.runs_dir) / config.run_name / "report.html"
+    print(f"{summary['steps']} steps are done; report: {report if report.is_file() else 'none, it could not be written'}")
     return 0
 
 

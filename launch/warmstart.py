@@ -11,6 +11,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from jaxprorl import streams
+
+if __name__ == "__main__":
+    streams.protect(streams.READ_WITHIN_S)  # before any file is opened
+
 from jaxprorl import config as config_module
 from jaxprorl.errors import UserError
 
@@ -23,9 +28,10 @@ def main(argv: list[str]) -> int:
         from jaxprorl.monitoring.progress import Progress
         from jaxprorl.preemption import Preemption
         from jaxprorl.sizes import with_cpu_devices
-        from jaxprorl.start import base_model, prepare_devices
+        from jaxprorl.start import base_model, check_cache, prepare_devices
 
         config = with_cpu_devices(config)  # as a run does: the cache tells models apart by it
+        check_cache(config)
         mesh = prepare_devices(config)
         with Preemption(), Progress(0, config.monitoring.progress) as progress:
             folder, cached = base_model(config, mesh, progress)

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import psutil
 import pytest
+from places import NO_MOUNT
 
 jax.config.update("jax_num_cpu_devices", 2)
 # A shell has its background jobs ignore Ctrl-C, and so would all processes that the tests start.
@@ -76,7 +77,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Skips that hide something are counted where they cannot be missed."""
     reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
-    hidden = ((NO_REFERENCE, "parity tests"), (NO_TIME, "long tests"), (NO_ROOM, "large tests"), (NO_COMPILER, "compile tests"))
+    hidden = (
+        (NO_REFERENCE, "parity tests"),
+        (NO_TIME, "long tests"),
+        (NO_ROOM, "large tests"),
+        (NO_COMPILER, "compile tests"),
+        (NO_MOUNT, "tests of full or read-only disks"),
+    )
     for words, meaning in hidden:
         count = sum(words in reason for reason in reasons)
         if count:

@@ -23,7 +23,6 @@ with RunLock(run), MetricsLog(run / "metrics.jsonl") as log, TensorBoardMirror(r
     for step in range(2):
         log.append(step, {"reward.mean": 0.25})
         mirror.add_metrics({"step": step, "reward.mean": 0.25})
-        mirror.flush()
         print(step, flush=True)
         sys.stdin.readline()
 """

@@ -13,7 +13,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxprorl.ablations.analysis import CORRECTIONS, first_level, minimum_detectable
-from jaxprorl.config import differences, load, to_json, validate
+from jaxprorl.config import MAX_NAME_CHARS, differences, load, to_json, validate
 from jaxprorl.errors import ConfigError
 from jaxprorl.files import write_atomically
 
@@ -188,6 +188,7 @@ def _check(settings: Mapping[str, Any]) -> None:
     name, arms, seeds = settings["name"], settings["arms"], tuple(settings["seeds"])
     for field, value in (("name", name), *((f"arms.{arm}", arm) for arm in arms)):
         _require(bool(re.fullmatch(r"[A-Za-z0-9][\w.]*", value)), field, value, "use letters, digits, '.' and '_' (it names a folder)")
+        _require(len(value) <= MAX_NAME_CHARS // 2, field, value, f"use {MAX_NAME_CHARS // 2} characters at most (it names a folder)")
     _require(len(arms) >= 2, "arms", list(arms), "name at least two arms to compare")
     for arm, changes in (("fields", settings["fields"]), *((f"arms.{arm}", changes) for arm, changes in arms.items())):
         texts = isinstance(changes, list | tuple) and all(isinstance(change, str) and "=" in change for change in changes)

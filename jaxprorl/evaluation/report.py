@@ -271,8 +271,11 @@ def render(run_dir: str | os.PathLike[str]) -> str:
     return page(f"{title}: run report", body)
 
 
-def write_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Writes `report.html` into the run folder, whole or not at all; may be called on an unfinished run and again. Errors as `render`."""
-    path = Path(run_dir) / "report.html"
+def write_report(run_dir: str | os.PathLike[str], output: str | os.PathLike[str] | None = None) -> Path:
+    """Writes `report.html` into the run's folder, or into another one, whole or not at all; may be called on an unfinished run and again.
+
+    Errors as `render`.
+    """
+    path = Path(run_dir if output is None else output) / "report.html"
     write_atomically(path, render(run_dir))
     return path

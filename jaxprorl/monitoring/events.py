@@ -72,6 +72,10 @@ EVENTS: dict[str, tuple[str, str]] = {
     "checkpoint": ("a checkpoint was written", "checkpoint_step?, bytes?, time_s?"),
     "interrupted": ("a signal stopped the run after this step", "signal"),
     "device_memory": ("peak since this process began, where the platform tells", "peak_bytes [per device]"),
+    "view_failed": (
+        "something derived or only shown cannot be made and is left out from here on; the run goes on",
+        "view (progress, TensorBoard, report, profile, standard output or standard error), error",
+    ),
     "run_end": (
         "all steps or stages done, or a budget used up",
         "steps, resets, spent {completion_tokens (of validations too), updates (skipped ones too), prompts}",

@@ -4,6 +4,7 @@ A line is in the file whole or not at all as far as readers are concerned: what 
 is dropped. An offset (bytes, just after a newline) stored in a checkpoint is enough to go back to that moment.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+
+from jaxprorl import storage
 
 
 def _plain(value: Any) -> Any:
@@ -51,25 +54,31 @@ class JsonLog:
 
     So a killed process loses nothing; only `sync` also survives a power cut. A torn last line found at opening is cut off,
     because the next line would otherwise be glued to it.
+
+    Raises:
+        StorageError: from every method; the file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("ab", buffering=0)
-        self._offset = _complete_bytes(self.path)
-        self._file.truncate(self._offset)
+        with storage.writing(self.path, 0):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab", buffering=0)
+            self._offset = _complete_bytes(self.path)
+            self._file.truncate(self._offset)
 
     def append_row(self, row: Mapping[str, Any]) -> None:
         """Writes one line. A write that fails half-way (disk full) is taken back before the error is raised."""
         data = memoryview((encode(row) + "\n").encode())
         written = 0
-        try:
-            while written < len(data):
-                written += self._file.write(data[written:]) or 0
-        except OSError:
-            self._file.truncate(self._offset)
-            raise
+        with storage.writing(self.path, len(data)):
+            try:
+                while written < len(data):
+                    written += self._file.write(data[written:]) or 0
+            except OSError:
+                with contextlib.suppress(OSError):  # else the torn line is cut off at the next opening
+                    self._file.truncate(self._offset)
+                raise
         self._offset += written
 
     def offset(self) -> int:
@@ -78,7 +87,8 @@ class JsonLog:
 
     def sync(self) -> None:
         """Forces the lines to the disk; call it before storing `offset()`."""
-        os.fsync(self._file.fileno())
+        with storage.writing(self.path, 0):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Closes the file; appending afterwards is an error."""

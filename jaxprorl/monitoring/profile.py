@@ -6,10 +6,13 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from jaxprorl.monitoring.recorder import Recorder
 from jaxprorl.run_folder import RunFolder
 
+VIEW = "profile"
 
-def start_trace(config: ConfigDict, folder: RunFolder, step: int, results: Any) -> bool:
+
+def start_trace(config: ConfigDict, folder: RunFolder, step: int, results: Any, recorder: Recorder) -> bool:
     """Starts the trace of a step that `config.profile_steps` names, into `profiles/step_NNNNNN`; whether it did.
 
     Args:
@@ -20,8 +23,12 @@ def start_trace(config: ConfigDict, folder: RunFolder, step: int, results: Any) 
     jax.block_until_ready(results)
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # every Python call would be in it, and slow the step down
-    jax.profiler.start_trace(_trace(folder, step), profiler_options=options)
-    return True
+
+    def start() -> bool:
+        jax.profiler.start_trace(_trace(folder, step), profiler_options=options)
+        return True
+
+    return bool(recorder.view(step, VIEW, start))
 
 
 def missed_steps(config: ConfigDict, folder: RunFolder, step: int) -> list[int]:
@@ -29,10 +36,10 @@ def missed_steps(config: ConfigDict, folder: RunFolder, step: int) -> list[int]:
     return [named for named in config.profile_steps if named < step and not _trace(folder, named).is_dir()]
 
 
-def stop_trace(results: Any) -> None:
+def stop_trace(step: int, results: Any, recorder: Recorder) -> None:
     """Ends it once the arrays in `results` are there: devices would otherwise still be at work on the step."""
     jax.block_until_ready(results)
-    jax.profiler.stop_trace()
+    recorder.view(step, VIEW, jax.profiler.stop_trace)
 
 
 def _trace(folder: RunFolder, step: int) -> Path:

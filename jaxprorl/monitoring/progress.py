@@ -1,15 +1,16 @@
 """What a person watching sees: a live panel in a terminal, one plain line per step anywhere else.
 
-It only shows; nothing here is stored and no decision reads it (the clock serves the ETA alone).
+It only shows; nothing here is stored and no decision reads it (the clock serves the ETA alone). Where it cannot be shown, work goes on.
 """
 
+import functools
 import io
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Concatenate, ParamSpec, Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
@@ -20,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxprorl.evaluation.statistics import GainRow, gain_rows, rate_text
+from jaxprorl.monitoring.views import Views
 
 # (label in the panel, label in a plain line, metric, format)
 _SHOWN = (
@@ -34,6 +36,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 _HISTORY = 32  # steps in a sparkline
 _ETA_WINDOW = 20  # steps that the ETA averages over
 _PHASE_REFRESH_S = 0.1  # a phase may report thousands of times; drawing each would cost seconds
+_VIEW = "progress"
+_P = ParamSpec("_P")
 
 
 def duration(seconds: float) -> str:
@@ -66,8 +70,21 @@ def _validation(metrics: Mapping[str, float]) -> str:
     return "" if rate is None and not ungraded else rate_text({"solve_rate": rate, "ungraded": ungraded})
 
 
+def _shows(method: "Callable[Concatenate[Progress, _P], None]") -> "Callable[Concatenate[Progress, _P], None]":
+    """A method that shows something and, once that has failed, nothing more."""
+
+    @functools.wraps(method)
+    def guarded(self: "Progress", *args: _P.args, **kwargs: _P.kwargs) -> None:
+        self.views.show(_VIEW, method, self, *args, **kwargs)
+
+    return guarded
+
+
 class Progress:
-    """Shows the run; a context manager, so that the terminal is restored whatever happens.
+    """Shows the run; a context manager, so that the terminal is restored whatever happens. Its methods raise nothing.
+
+    Attributes:
+        views: what has failed, this one included.
 
     Args:
         steps: RL steps of the whole run.
@@ -79,6 +96,7 @@ class Progress:
     def __init__(
         self, steps: int, enabled: bool = True, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.views = Views()
         self._steps = steps
         self._enabled = enabled
         self._console = console or Console(file=sys.stdout)
@@ -93,8 +111,9 @@ class Progress:
         if enabled and self._console.is_terminal:
             # No refresh thread: it would compete with the compute threads, and there is something new only once per step.
             self._live = Live(console=self._console, auto_refresh=False, transient=False)
-            self._live.start()
+            self.views.show(_VIEW, self._live.start)
 
+    @_shows
     def phase(self, name: str, done: int, total: int, **values: Any) -> None:
         """Progress of a part outside RL (warm start, evaluation): `done` of `total`, with values worth seeing.
 
@@ -118,6 +137,7 @@ class Progress:
             self._phase_tenth = tenth
             self._line(" ".join([f"{name} {done}/{total}", *(f"{key}={_show(value)}" for key, value in values.items())]))
 
+    @_shows
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows a finished step: `step` of the run's steps, with the values that went to metrics.jsonl."""
         if not self._enabled:
@@ -137,6 +157,7 @@ class Progress:
         else:
             self._line(self._step_line(step, metrics))
 
+    @_shows
     def note(self, text: str) -> None:
         """Something that happened (a reset, a resume, a checkpoint); stays above the panel. Shown even when not enabled."""
         if self._live:
@@ -147,9 +168,9 @@ class Progress:
 
     def close(self) -> None:
         """Leaves the last panel on the screen and gives the terminal back. May be called twice."""
-        if self._live:
-            self._live.stop()
-            self._live = None
+        live, self._live = self._live, None
+        if live:
+            self.views.close(_VIEW, live.stop)
 
     def __enter__(self) -> Self:
         return self
@@ -249,9 +270,13 @@ def before_after_text(
     after: Mapping[str, Any],
     greedy_before: Mapping[str, Any] | None = None,
     greedy_after: Mapping[str, Any] | None = None,
+    encoding: str = "utf-8",
 ) -> str:
-    """The same table as plain text without control codes, for logs."""
-    console = Console(file=io.StringIO(), width=200, force_terminal=False, color_system=None)
-    console.print(before_after_table(before, after, greedy_before, greedy_after))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    """The same table as plain text without control codes, for logs. `encoding`: of where it goes, which may have no lines to draw with."""
+    content = io.BytesIO()
+    file = io.TextIOWrapper(content, encoding=encoding, errors="backslashreplace")
+    Console(file=file, width=200, force_terminal=False, color_system=None).print(
+        before_after_table(before, after, greedy_before, greedy_after)
+    )
+    file.flush()
+    return content.getvalue().decode(encoding)

@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jaxprorl.files import new_file, scratch_in
+from jaxprorl import storage
+from jaxprorl.files import scratch_in, write_atomically
 from jaxprorl.types import Group
 
 SCHEMA = pa.schema(
@@ -89,6 +90,7 @@ def write_samples(folder: str | os.PathLike[str], step: int, rows: Sequence[Mapp
 
     Raises:
         ValueError: a row's columns are not exactly those of SCHEMA (names them).
+        StorageError: the file cannot be written.
     """
     expected = set(SCHEMA.names) - {"step"}
     for index, row in enumerate(rows):
@@ -96,9 +98,12 @@ def write_samples(folder: str | os.PathLike[str], step: int, rows: Sequence[Mapp
             raise ValueError(f"row {index}: missing {sorted(expected - set(row))}, unknown {sorted(set(row) - expected)}")
     table = pa.Table.from_pylist([{"step": step, **row} for row in rows], schema=SCHEMA)
     path = sample_path(folder, step)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with new_file(path) as file:
-        pq.write_table(table, file, compression="zstd", compression_level=3)
+    content = pa.BufferOutputStream()
+    pq.write_table(table, content, compression="zstd", compression_level=3)
+    data = content.getvalue()
+    with storage.writing(path, data.size):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, data.to_pybytes())
     return path
 
 

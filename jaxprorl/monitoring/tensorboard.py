@@ -1,17 +1,24 @@
 """TensorBoard scalars, derived from `metrics.jsonl` and `events.jsonl` and never the other way: delete the folder and derive again."""
 
 import os
+import socket
+import struct
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tensorboardX import SummaryWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import masked_crc32c
+from tensorboardX.summary import scalar, text
 
 from jaxprorl.monitoring import jsonl
 
 # Kinds worth reading as text.
 _MARKED = ("run_start", "resume", "warm_start", "evaluation", "stage", "stage_end", "reset", "alarm", "interrupted", "run_end")
+_VERSION = "brain.Event:2"
 
 
 class TensorBoardMirror:
@@ -19,41 +26,63 @@ class TensorBoardMirror:
 
     Tags are metric names with slashes for dots (`reward.mean` -> `reward/mean`); a reset is also the scalar `events/reset`.
 
+    The messages are tensorboardX's. Its writer is not used: it writes in a thread of its own, and once that has met a full disk, whoever
+    adds a value waits for ever. Here each line is written, unbuffered, by the call that adds it, which raises what the system says.
+
     Args:
         out_dir: folder of the event files.
         purge_step: on resume, the first step that will be written again: TensorBoard then hides what older files hold from there on.
     """
 
     def __init__(self, out_dir: str | os.PathLike[str], purge_step: int | None = None) -> None:
-        self._writer = SummaryWriter(str(out_dir), purge_step=purge_step)
+        folder = Path(out_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("wb", buffering=0)
+        try:
+            start = [] if purge_step is None else [Event(step=purge_step, session_log=SessionLog(status=SessionLog.START))]
+            self._write(Event(wall_time=time.time(), file_version=_VERSION, step=purge_step or 0), *start)
+        except OSError:
+            self._file.close()
+            raise
 
     def add_metrics(self, row: Mapping[str, Any], walltime: float | None = None) -> None:
         """Mirrors one line of metrics.jsonl. `walltime`: seconds since the epoch, now when None."""
-        for name, value in row.items():
-            if name != "step":
-                self._writer.add_scalar(name.replace(".", "/"), value, row["step"], walltime=walltime)
+        self._add([scalar(name.replace(".", "/"), value) for name, value in row.items() if name != "step"], row["step"], walltime)
 
     def add_event(self, row: Mapping[str, Any], walltime: float | None = None) -> None:
         """Mirrors one line of events.jsonl; kinds that come every step are left out."""
-        if row["kind"] == "reset":
-            self._writer.add_scalar("events/reset", 1.0, row["step"], walltime=walltime)
+        summaries = [scalar("events/reset", 1.0)] if row["kind"] == "reset" else []
         if row["kind"] in _MARKED:
             fields = {name: value for name, value in row.items() if name not in ("step", "kind")}
-            self._writer.add_text(f"events/{row['kind']}", jsonl.encode(fields), row["step"], walltime=walltime)
-
-    def flush(self) -> None:
-        """Hands what was added so far to the file."""
-        self._writer.flush()
+            summaries.append(text(f"events/{row['kind']}", jsonl.encode(fields)))
+        self._add(summaries, row["step"], walltime)
 
     def close(self) -> None:
-        """Flushes and closes the event file."""
-        self._writer.close()
+        """Closes the event file."""
+        self._file.close()
+
+    def _add(self, summaries: list[Summary], step: int, walltime: float | None) -> None:
+        now = time.time() if walltime is None else walltime
+        self._write(*(Event(wall_time=now, step=step, summary=summary) for summary in summaries))
+
+    def _write(self, *events: Event) -> None:
+        data = memoryview(b"".join(map(_record, events)))
+        while data:
+            data = data[self._file.write(data) :]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _record(event: Event) -> bytes:
+    """An event in the TFRecord format: length (u64), its checksum (u32), the message, its checksum."""
+    message = event.SerializeToString()
+    length = struct.pack("<Q", len(message))
+    return b"".join((length, struct.pack("<I", masked_crc32c(length)), message, struct.pack("<I", masked_crc32c(message))))
 
 
 def derive(metrics_path: str | os.PathLike[str], events_path: str | os.PathLike[str], out_dir: str | os.PathLike[str]) -> int:

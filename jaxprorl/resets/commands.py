@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxprorl import storage
 from jaxprorl.errors import ConfigError, DataError
 from jaxprorl.files import write_atomically
 from jaxprorl.monitoring import jsonl
@@ -35,6 +36,7 @@ def request(run: Path, command: Command) -> Path:
     Raises:
         ConfigError: no run there, it is over, it takes no commands (or has no stages), or one is waiting already.
         DataError: its config.json is torn, or of another version.
+        StorageError: nothing can be written there.
     """
     config = read_config(run)
     if not config.resets.manual:
@@ -47,11 +49,12 @@ def request(run: Path, command: Command) -> Path:
             "command once a step of those is done"
         )
     path = run / WAITING
-    content = {"id": uuid.uuid4().hex, "kind": command.kind, "reason": command.reason}
-    try:
-        write_atomically(path, json.dumps(content), overwrite=False)
-    except FileExistsError:
-        raise ConfigError(f"--run {run}: a command is waiting already; the run takes it at its next step ({path})") from None
+    text = json.dumps({"id": uuid.uuid4().hex, "kind": command.kind, "reason": command.reason})
+    with storage.writing(path, len(text), "then ask again"):
+        try:
+            write_atomically(path, text, overwrite=False)
+        except FileExistsError:
+            raise ConfigError(f"--run {run}: a command is waiting already; the run takes it at its next step ({path})") from None
     return path
 
 

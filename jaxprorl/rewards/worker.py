@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import Tokenizer
 
+from jaxprorl import streams
 from jaxprorl.lifetime import die_with
 from jaxprorl.rewards import registry
 from jaxprorl.rewards.graded import LARGEST, Verdict, is_solved, verdict
@@ -57,6 +58,7 @@ def start(spec: str, solved_from: float, tokenizer_file: str, parent_pid: int) -
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION)
     die_with(parent_pid)
+    streams.protect(streams.READ_WITHIN_S)  # a reward may print, and must not fail because nobody reads it
     try:
         _reward, _solved_from = registry.load_parts(spec), solved_from
         registry.prepare_reward(spec)

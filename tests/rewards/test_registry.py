@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxprorl.rewards.registry import RewardError, load_reward, prepare_reward, reward_version
+from jaxprorl.rewards.registry import RewardError, load_reward, needs_answer, prepare_reward, reward_version
 
 
 @pytest.fixture
@@ -92,3 +92,11 @@ def test_version_follows_helpers_and_libraries(monkeypatch: pytest.MonkeyPatch) 
     without_library = reward_version(spec)
     monkeypatch.setattr(answers, "__file__", __file__)
     assert len({first, without_library, reward_version(spec)}) == 3
+
+
+def test_a_reward_says_whether_it_needs_an_answer(folder: Path) -> None:
+    for name, line, stated in (("mine_e", "", None), ("mine_f", "NEEDS_ANSWER = True", True), ("mine_g", "NEEDS_ANSWER = False", False)):
+        (folder / f"{name}.py").write_text(f"{line}\ndef score(text, prompt):\n    return 0.0\n")
+        assert needs_answer(f"{name}:score") is stated
+    assert needs_answer("jaxprorl.rewards.text:exact_match") is True
+    assert needs_answer("jaxprorl.rewards.puzzles:exact") is False

@@ -18,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 WORK: dict[str, Any] = json.loads((Path(__file__).parent / "workload.json").read_text())
 PAD, STOP = "<|pad|>", "<|stop|>"
 PAD_ID, STOP_ID = 256, 257
+NEEDS_ANSWER = False  # as a reward, it looks at the completion alone
 STEP_TOKENS = WORK["prompts"] * WORK["samples_per_prompt"] * WORK["response_tokens"]
 
 

@@ -86,7 +86,8 @@ def check_answers(lines: Sequence[Line], file: str | Path, needed: bool | None, 
     """
     if needed is False:
         return
-    remedy = f"{reward} needs one" if needed else f"the line has no other field that {reward} could grade by; give one of the two"
+    unknown = f"the line has no other field to grade by; give one of the two, or put NEEDS_ANSWER = False into the module of {reward}"
+    remedy = f"{reward} needs one" if needed else unknown
     empty = [line.item for line in lines if not line.item.answer.strip() and (needed or not line.item.item)]
     _raise_if_any([f"{item.place}: answer is {_shown(item.answer)}: {remedy}" for item in empty], Path(file))
 

@@ -172,7 +172,9 @@ def test_the_reward_decides_whether_an_answer_may_be_empty(tmp_path: Path, answe
     lines = read(_write(tmp_path, *rows))
     with pytest.raises(DataError, match=r'^.*q\.jsonl, line 2: answer is ".*": m:f needs one; line 3: answer is ".*": m:f needs one$'):
         check_answers(lines, tmp_path / "q.jsonl", True, "m:f")
-    with pytest.raises(DataError, match=r'^.*q\.jsonl, line 2: answer is ".*": the line has no other field that m:f could grade by.*two$'):
+    with pytest.raises(
+        DataError, match=r'^.*q\.jsonl, line 2: answer is ".*": the line has no other field to grade by; .*NEEDS_ANSWER = False.*m:f$'
+    ):
         check_answers(lines, tmp_path / "q.jsonl", None, "m:f")
     check_answers(lines, tmp_path / "q.jsonl", False, "m:f")
 

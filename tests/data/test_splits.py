@@ -191,7 +191,11 @@ def test_jsonl_long_prompt_names_the_line(tmp_path: Path, tokenizer: Tokenizer) 
     [
         ("reward", "jaxprorl.rewards.text:exact_match", "jaxprorl.rewards.text:exact_match needs one"),
         ("evaluation.reward", "jaxprorl.rewards.text:exact_match", "jaxprorl.rewards.text:exact_match needs one"),
-        ("reward", "mine_of_a_user:score", "the line has no other field that mine_of_a_user:score could grade by"),
+        (
+            "reward",
+            "mine_of_a_user:score",
+            "the line has no other field to grade by; .*NEEDS_ANSWER = False into the module of mine_of_a_user:score",
+        ),
     ],
 )
 def test_empty_answers_are_told_when_the_file_is_read(

@@ -106,3 +106,11 @@ def test_version_follows_helpers_and_libraries(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_a_sum_needs_an_answer_where_one_of_its_functions_does(spec: str, needed: bool | None) -> None:
     assert needs_answer(spec) is needed
+
+
+def test_a_reward_says_whether_it_needs_an_answer(folder: Path) -> None:
+    for name, line, stated in (("mine_e", "", None), ("mine_f", "NEEDS_ANSWER = True", True), ("mine_g", "NEEDS_ANSWER = False", False)):
+        (folder / f"{name}.py").write_text(f"{line}\ndef score(text, prompt):\n    return 0.0\n")
+        assert needs_answer(f"{name}:score") is stated
+    assert needs_answer("jaxprorl.rewards.text:exact_match") is True
+    assert needs_answer("jaxprorl.rewards.puzzles:exact") is False

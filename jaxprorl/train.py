@@ -40,6 +40,7 @@ from jaxprorl.rollout.collect import Rollout, RolloutBatch
 from jaxprorl.rollout.engine import exam_sampling
 from jaxprorl.rollout.metrics import rollout_metrics, tokens_of
 from jaxprorl.run_folder import RunFolder, as_begun, has_begun, open_run, what_comes_next
+from jaxprorl.schema import checked
 from jaxprorl.start import Training, evaluate_held_out, start
 from jaxprorl.state import RunState, TrainState
 from jaxprorl.types import Group
@@ -78,6 +79,7 @@ def train(config: ConfigDict) -> dict[str, Any]:
             end the process, as Ctrl-C does everywhere.
     """
     started_s = time.perf_counter()
+    config = checked(config)
     folder = RunFolder(Path(config.runs_dir) / config.run_name)
     config = as_begun(config, folder)
     validate(config)

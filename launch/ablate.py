@@ -20,11 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from jaxprorl.ablations.plan import Plan, make_plan, write_plan
 from jaxprorl.ablations.runs import Home, all_runs, begun, execute
 from jaxprorl.config import load
-from jaxprorl.errors import ConfigError, RunLockedError, UserError
+from jaxprorl.errors import RunLockedError, UserError
 from jaxprorl.preemption import INTERRUPTED, Preempted
 from jaxprorl.run_lock import RunLock
-
-HINT = "every field of an ablation is in configs/ablations/base.py"
+from jaxprorl.schema import ABLATION
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -58,9 +57,7 @@ def describe(plan: Plan) -> str:
 
 def ablate(options: argparse.Namespace, arguments: list[str], stack: ExitStack) -> int:
     """Plans, runs, compares; returns the exit status."""
-    settings = load(arguments, HINT).to_dict()
-    if "ablations_dir" not in settings:
-        raise ConfigError(f"--config={options.config}: no ablation but an experiment; ablations are in configs/ablations/")
+    settings = load(arguments, ABLATION).to_dict()
     plan = make_plan(settings)
     home = Home(Path(settings["ablations_dir"]) / plan.name)
     home.path.mkdir(parents=True, exist_ok=True)

@@ -41,11 +41,14 @@ def load(argv: Sequence[str], schema: Schema = EXPERIMENT) -> ConfigDict:
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             rest = values(["train", *argv])
+            config = values.config
+            getattr(config, "name", None)  # what stands for a file that raised an OSError raises it now
     except Exception as error:  # the file is a program: it can fail in every way that Python knows
-        raise ConfigError(f"{_failure(error, path, argv, schema)}; {schema.hint}") from None
+        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+        raise ConfigError(f"{_failure(cause, path, argv, schema)}; {schema.hint}") from None
     if len(rest) > 1:
         raise ConfigError(f"unexpected argument {rest[1]!r}: fields are set by --config.FIELD=VALUE")
-    config, other = values.config, ABLATION if schema is EXPERIMENT else EXPERIMENT
+    other = ABLATION if schema is EXPERIMENT else EXPERIMENT
     if isinstance(config, ConfigDict) and all(name in config for name in other.make()):
         raise ConfigError(f"--config={path}: no {schema.name} but an {other.name}; {schema.name}s are in {Path(schema.file).parent}/")
     return checked(config, schema, f" in {path}")

@@ -145,18 +145,19 @@ def _group(config: Any, defaults: ConfigDict, schema: Schema, prefix: str, place
         field = f"{prefix}{name}"
         if name not in config:
             raise ConfigError(f"{field} is missing{place}: its default is {shown(default)}; {schema.hint}")
-        value = _value(config, name, field)
+        inner = isinstance(default, ConfigDict) and field not in schema.open
         try:
+            value = _value(config, name, field)
             if field in schema.open:
                 made[name] = _open(field, value, schema.open[field])
-            elif isinstance(default, ConfigDict):
+            elif inner:
                 _require_group(field, value, ", ".join(default))
-                made[name] = _group(value, default, schema, f"{field}.", place)
-                continue
             else:
                 made[name] = fitting(field, value, default)
         except ConfigError as error:
             raise ConfigError(f"{error}{place and f' ({place.strip()})'}; {schema.hint}") from None
+        if inner:
+            made[name] = _group(value, default, schema, f"{field}.", place)
     return made
 
 

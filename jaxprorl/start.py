@@ -93,16 +93,17 @@ class Training:
         return merge_swaps([engine.set_weights(params, version) for engine in engines])
 
 
-def start(config: ConfigDict, folder: RunFolder, stack: ExitStack, items: Items | None = None) -> Training:
+def start(config: ConfigDict, folder: RunFolder, stack: ExitStack, items: Items | None = None, mesh: Mesh | None = None) -> Training:
     """Makes or restores everything. What must be closed is entered into `stack`.
 
     Args:
         items: from `read_inputs`, to save reading them again.
+        mesh: from `preview.check_start`; JAX takes the number of host devices once.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError, CheckpointError: before any long work where that is possible.
     """
-    mesh = prepare_devices(config)
+    mesh = prepare_devices(config) if mesh is None else mesh
     configs, width = stage_configs(config), head_dim(config)
     computes = [choose_compute(stage_config, width, mesh) for stage_config in configs]
     configs = tuple(with_micro_batch_rows(stage_config, compute) for stage_config, compute in zip(configs, computes, strict=True))

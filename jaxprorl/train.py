@@ -29,6 +29,7 @@ from jaxprorl.inputs import read_inputs
 from jaxprorl.monitoring.alarms import AlarmError, Paused
 from jaxprorl.monitoring.profile import start_trace, stop_trace
 from jaxprorl.preemption import Preemption
+from jaxprorl.preview import check_start
 from jaxprorl.resets.commands import Command, take_command
 from jaxprorl.resets.controller import gauges
 from jaxprorl.resets.optimizer import what_is_reset
@@ -86,12 +87,14 @@ def train(config: ConfigDict) -> dict[str, Any]:
     # The stack is the inner one: it closes (and waits for the last save) while signals and the time limit still count.
     with Preemption(config.checkpoint.save_within_s, partial(what_comes_next, folder)) as preemption, ExitStack() as stack:
         # Of a run that is new: refused, it leaves no folder behind, and moves none aside.
-        items = read_inputs(config) if config.on_existing == "replace" or not has_begun(folder) else None
+        new = config.on_existing == "replace" or not has_begun(folder)
+        items = read_inputs(config) if new else None
+        mesh = check_start(config, items) if items else None
         open_run(config, stack)
         summary = finished(config, folder)
         if summary:
             return summary
-        training = start(config, folder, stack, items)
+        training = start(config, folder, stack, items, mesh)
         preemption.saving = training.checkpoints.saving
         with no_compilation(), preemption.guarded():
             loop(training, preemption)

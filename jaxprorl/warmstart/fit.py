@@ -70,7 +70,7 @@ def base_model(config: ConfigDict, items: Items, mesh: Mesh, report: Report) -> 
     Returns:
         The folder, with `warm_start.json` inside, and whether it came from the cache.
     """
-    folder = Path(config.cache_dir) / "warmstart" / fingerprint(config)
+    folder = cached_folder(config)
     if (folder / "config.json").is_file():
         return folder, True
     # Before anything long: the first check comes a good part of the way in.
@@ -84,6 +84,11 @@ def base_model(config: ConfigDict, items: Items, mesh: Mesh, report: Report) -> 
     hf.write_folder(folder, model_config, params, scratch, tokenizer.stop_ids, tokenizer.pad_id, tokenizer.bos_id, texts=texts)
     shutil.rmtree(scratch)
     return folder, False
+
+
+def cached_folder(config: ConfigDict) -> Path:
+    """Where the cache holds the base model, once it is made."""
+    return Path(config.cache_dir) / "warmstart" / fingerprint(config)
 
 
 def model_shape(config: ConfigDict, tokenizer: Tokenizer) -> Qwen2Config:

@@ -67,6 +67,12 @@ def check_tensors(folder: str | Path, c: Qwen2Config) -> dict[str, int]:
     return counts
 
 
+def check_headers(folder: str | Path, c: Qwen2Config) -> None:
+    """Looks at the names, dtypes and shapes of the tensors, and at no value. Raises as `read_params` does."""
+    with ExitStack() as stack:
+        _find_tensors(Path(folder), c, stack)
+
+
 def _shard(declaration: Declaration, parts: Sequence[Tensor], index: tuple[slice, ...]) -> np.ndarray:
     """The part of a parameter that one device holds."""
     ranges = [range(*part.indices(size)) for part, size in zip(index, declaration.shape, strict=True)]

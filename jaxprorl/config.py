@@ -75,6 +75,8 @@ def _failure(error: Exception, path: str, argv: Sequence[str], schema: Schema) -
         return f"unknown field {found[1]!r}{place}{f': did you mean {close[1]!r}?' if close else ''}"
     if isinstance(error, flags.Error):
         return text
+    if not lines:
+        return f"--config={path} and the fields behind it cannot be read: {type(error).__name__}: {' '.join(text.split())}"
     return f"the config file raises {type(error).__name__}: {' '.join(text.split())}{place}"
 
 

@@ -113,7 +113,7 @@ def test_a_folder_is_looked_at_before_the_run_has_one(
     if "no vocabulary" in changes:
         c = tiny_model(vocab_size=64, max_position_embeddings=128)
         write_folder(model, c, random_params(c), tmp_path / "tokenizer", (1,), 0)
-    fields = {name: value for name, value in changes.items() if "." in name} or {"rollout.max_prompt_tokens": 100, "batch.row_tokens": 200}
+    fields = {name: value for name, value in changes.items() if "." in name} or {"rollout.max_prompt_tokens": 70}
     with pytest.raises(error) as caught:
         make_preview(experiment(tmp_path, {"model.path": str(model), "rollout.max_prompt_tokens": 60, "batch.row_tokens": 200} | fields))
     assert words in str(caught.value)
@@ -123,8 +123,8 @@ def test_a_folder_is_looked_at_before_the_run_has_one(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--config.mesh.strategy=tp", "--config.model.num_attention_heads=3"),
-        ("--config.mesh.strategy=fsdp", "--config.model.hidden_size=33"),
+        ("mesh.strategy=tp", "model.num_attention_heads=3"),
+        ("mesh.strategy=fsdp", "model.hidden_size=33"),
     ],
 )
 def test_the_command_is_refused_in_one_line_and_leaves_no_run(arguments: tuple[str, ...], tmp_path: Path) -> None:

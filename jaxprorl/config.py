@@ -16,6 +16,7 @@ from ml_collections import ConfigDict, config_flags
 from jaxprorl.data import reasoning_gym
 from jaxprorl.errors import ConfigError, DataError, RewardError
 from jaxprorl.fields import CHOICES, NOT_NEGATIVE, POSITIVE, SHARES, field_value
+from jaxprorl.model_sources import what_it_is
 from jaxprorl.recipe import check_engines, check_mixes, check_stages, stage_configs, stages
 from jaxprorl.rewards import puzzles, registry
 from jaxprorl.rollout import preflight
@@ -205,7 +206,7 @@ def _check_choices(config: ConfigDict) -> None:
         not path or Path(path).is_dir(),
         "model.path",
         path,
-        "no such folder; name a Hugging Face model folder, or leave it empty for a warm start",
+        f"{what_it_is(Path(path)) or 'no such folder'}; name a Hugging Face model folder, or leave it empty for a warm start",
     )
     source = config.data.source
     jsonl = source.startswith("jsonl:")

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxprorl.checkpoint import newest_sound_step
-from jaxprorl.data.prompts import check_chat_template
+from jaxprorl.data.prompts import check_chat_template, check_questions_show, with_system
 from jaxprorl.data.splits import Items, load_items, load_splits
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.errors import CheckpointError, ConfigError
@@ -82,6 +82,8 @@ def start_model(config: ConfigDict, items: Items, mesh: Mesh) -> Iterator[tuple[
             return
     tokenizer = load_tokenizer(path)
     check_chat_template(tokenizer)
+    asked = [with_system(item.messages, config.data.system_prompt) for item in (*items.train, *items.validation, *items.held_out)]
+    check_questions_show(tokenizer, [messages for messages in asked if messages[-1]["role"] == "user"])
     yield hf.read_config(path), tokenizer
 
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.errors import CheckpointError, ConfigError
 from jaxprorl.evaluation.harness import evaluate
 from jaxprorl.inputs import head_dim, is_run, read_inputs
-from jaxprorl.model_folder import check_vocabulary
+from jaxprorl.model_folder import check_vocabulary, doubtful_stops
 from jaxprorl.models import hf
 from jaxprorl.models.compute import choose_compute
 from jaxprorl.models.qwen2 import Params, Qwen2Config, declarations, parameter_count
@@ -129,6 +130,8 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack, items: Items 
         warm_start_s = time.perf_counter() - started_s
         adopt_tokenizer(base, folder)
     tokenizer = load_tokenizer(folder.base_model)
+    for line in doubtful_stops(tokenizer):
+        progress.note(f"WARNING: {line}")
     model_config = hf.read_config(folder.base_model)
     check_model(longest(configs), model_config, tokenizer)
     splits = load_splits(config, tokenizer, items)
@@ -254,7 +257,8 @@ def read_start_params(base: Path, model_config: Qwen2Config, shardings: dict[str
     """The start model's parameters: of a Hugging Face folder, or of the newest checkpoint of another run."""
     if not is_run(base):
         return hf.read_params(base, model_config, shardings)
-    remedy = f"export the newest undamaged one (launch/export_hf.py --run {base} --output FOLDER) and start from it (model.path=FOLDER)"
+    command = f"launch/export_hf.py --run {quote(str(base))} --output FOLDER"
+    remedy = f"export the newest undamaged one ({command}) and start from it (model.path=FOLDER)"
     step, _ = newest_sound_step(RunFolder(base).checkpoints, "stop", remedy)
     if step is None:
         raise CheckpointError(f"model.path = {str(base)!r}: this run has no checkpoint yet")

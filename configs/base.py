@@ -304,4 +304,5 @@ def get_config() -> ConfigDict:
     c.monitoring = ConfigDict()
     c.monitoring.progress = True  # live view in the terminal (plain lines when it is not a terminal)
     c.monitoring.tensorboard = True  # event files derived from metrics.jsonl
-    return c
+    # Types are checked with names and combinations, when all is set, and not by ConfigDict at each assignment (jaxprorl/schema.py).
+    return ConfigDict(c.to_dict(), type_safe=False)

@@ -14,14 +14,14 @@ def get_config() -> ConfigDict:
     c = base.get_config()
     c.run_name = "quickstart"
     c.steps = 100
-    c.data.tasks.chain_sum = ConfigDict({"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1})
-    c.data.tasks.spell_backward = ConfigDict({"min_word_len": 4, "max_word_len": 7})
-    c.data.tasks.number_filtering = ConfigDict(
-        {"min_numbers": 3, "max_numbers": 5, "min_decimals": 0, "max_decimals": 0, "min_value": 1, "max_value": 9}
-    )
-    c.data.tasks.complex_arithmetic = ConfigDict(
-        {"min_real": 1, "max_real": 9, "min_imag": 1, "max_imag": 9, "operations_weights": (0.5, 0.5, 0.0, 0.0)}
-    )
+    c.data.tasks.chain_sum = {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1}
+    c.data.tasks.spell_backward = {"min_word_len": 4, "max_word_len": 7}
+    c.data.tasks.number_filtering = {
+        "min_numbers": 3, "max_numbers": 5, "min_decimals": 0, "max_decimals": 0, "min_value": 1, "max_value": 9,
+    }  # fmt: skip
+    c.data.tasks.complex_arithmetic = {
+        "min_real": 1, "max_real": 9, "min_imag": 1, "max_imag": 9, "operations_weights": (0.5, 0.5, 0.0, 0.0),
+    }  # fmt: skip
     c.optimizer.learning_rate = 3e-4  # constant, as in the paper; larger because the model is 4000 times smaller
     c.optimizer.warmup_updates = 8
     c.resets.every_steps = 50

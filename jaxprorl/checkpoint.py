@@ -23,6 +23,7 @@ from jaxprorl import commit, storage
 from jaxprorl.errors import CheckpointError
 from jaxprorl.models.qwen2 import Params
 from jaxprorl.state import RunState, TrainState
+from jaxprorl.units import size_text
 
 SCHEMA = 6  # raise it when the content of a checkpoint changes meaning
 TO_GO_ON = "go on from the checkpoint before it with --config.checkpoint.on_damage=previous (launch/checkpoints.py verify shows them all)"
@@ -293,8 +294,8 @@ def require_space(folder: Path, needed_bytes: int) -> None:
     free = storage.free_bytes(folder)
     if free is not None and free < needed_bytes + SPARE_BYTES:
         raise CheckpointError(
-            f"{folder}: a checkpoint needs {storage.size(needed_bytes)} and {storage.size(SPARE_BYTES)} to spare, "
-            f"{storage.size(free)} are free; make room, lower checkpoint.keep, or set runs_dir to another disk"
+            f"{folder}: a checkpoint needs {size_text(needed_bytes)} and {size_text(SPARE_BYTES)} to spare, "
+            f"{size_text(free)} are free; make room, lower checkpoint.keep, or set runs_dir to another disk"
         )
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,22 @@ from ml_collections import ConfigDict, config_flags
 from jaxprorl.data import reasoning_gym
 from jaxprorl.errors import ConfigError, DataError, RewardError
 from jaxprorl.fields import CHOICES, NOT_NEGATIVE, POSITIVE, SHARES, field_value
+from jaxprorl.model_sources import what_it_is
 from jaxprorl.recipe import check_engines, check_mixes, check_stages, stage_configs, stages
 from jaxprorl.rewards import puzzles, registry
 from jaxprorl.rollout import preflight
+from jaxprorl.schema import ABLATION, EXPERIMENT, Schema, checked, unknown_field, wrong_kind
 from jaxprorl.sharding.strategies import AXES, BATCH_AXES, STRATEGIES, mesh_sizes
 from jaxprorl.sizes import with_cpu_devices
 
 MAX_NAME_CHARS = 200  # of folders: file systems take 255 bytes, and a run that is moved aside is called NAME.old-K
-HINT = "every field, with its type and unit, is in configs/base.py"
 
 
-def load(argv: Sequence[str], hint: str = HINT) -> ConfigDict:
-    """The locked config of a command line: `--config=FILE` and any number of `--config.field=value`. `hint` says where fields are listed.
+def load(argv: Sequence[str], schema: Schema = EXPERIMENT) -> ConfigDict:
+    """The locked and `checked` config of a command line: `--config=FILE` and any number of `--config.field=value`.
 
     Raises:
-        ConfigError: no such file, unknown field, value of the wrong type.
+        ConfigError: no such file, unknown field, value of the wrong type, in the file or on the command line; the file fails.
     """
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", None, "experiment file", flag_values=values, lock_config=True, sys_argv=["train", *argv])
@@ -42,33 +44,52 @@ def load(argv: Sequence[str], hint: str = HINT) -> ConfigDict:
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             rest = values(["train", *argv])
-    except (flags.Error, ValueError, TypeError) as error:
-        raise ConfigError(f"{error}; {hint}") from None
-    except (KeyError, AttributeError) as error:
-        raise ConfigError(f"{_unknown_field(error, argv)}; {hint}") from None
+            config = values.config
+            getattr(config, "name", None)  # what stands for a file that raised an OSError raises it now
+    except Exception as error:  # the file is a program: it can fail in every way that Python knows
+        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+        raise ConfigError(f"{_failure(cause, path, argv, schema)}; {schema.hint}") from None
     if len(rest) > 1:
         raise ConfigError(f"unexpected argument {rest[1]!r}: fields are set by --config.FIELD=VALUE")
-    config: ConfigDict = values.config
-    return config
+    other = ABLATION if schema is EXPERIMENT else EXPERIMENT
+    if isinstance(config, ConfigDict) and all(name in config for name in other.make()):
+        raise ConfigError(f"--config={path}: no {schema.name} but an {other.name}; {schema.name}s are in {Path(schema.file).parent}/")
+    return checked(config, schema, f" in {path}")
 
 
-def _unknown_field(error: Exception, argv: Sequence[str]) -> str:
-    """What ml_collections says of an unknown field, without its nested quotes and its listing of the whole config."""
+def _failure(error: Exception, path: str, argv: Sequence[str], schema: Schema) -> str:
+    """What to say of a config that could not be made: by flag, by field, or by line of its file."""
+    flag = re.match(r"flag --config\.(?P<field>[\w.]+)=(?P<value>.*?): ", str(error), re.DOTALL)
+    if flag and isinstance(error, flags.IllegalFlagValueError):
+        said = wrong_kind(flag["field"], flag["value"], schema)
+        return f"{said} ({flag[0].removeprefix('flag ').removesuffix(': ')})" if said else str(error)
     text = str(error)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == Path(path).resolve()]
+    place = f" in {path}, line {lines[-1]}" if lines else ""
+    # ml_collections on an unknown field, with nested quotes and a listing of the whole config.
     found = re.match(r"""(?:[\\'"]|Key )+(\w+)[\\'"](?! object)""", text)
-    if not found:
-        return f"the config file raises {type(error).__name__}: {text}"
-    close = re.search(r'Did you mean "(\w+)', text)
-    given = [argument for argument in argv if found[1] in re.split("[.=]", argument)]
-    return f"unknown field {found[1]!r}{f' in {given[0]}' if given else ''}{f': did you mean {close[1]!r}?' if close else ''}"
+    if found and isinstance(error, KeyError | AttributeError):
+        close = re.search(r'Did you mean "(\w+)', text)
+        given = [argument for argument in argv if found[1] in re.split("[.=]", argument)]
+        if given and not lines:
+            names = given[0].removeprefix("--config.").partition("=")[0].split(".")
+            group = "".join(f"{name}." for name in names[: names.index(found[1])])
+            return unknown_field(f"{group}{found[1]}", schema, f" in {given[0]}", f"{group}{close[1]}" if close else "")
+        return f"unknown field {found[1]!r}{place}{f': did you mean {close[1]!r}?' if close else ''}"
+    if isinstance(error, flags.Error):
+        return text
+    if not lines:
+        return f"--config={path} and the fields behind it cannot be read: {type(error).__name__}: {' '.join(text.split())}"
+    return f"the config file raises {type(error).__name__}: {' '.join(text.split())}{place}"
 
 
 def validate(config: ConfigDict) -> None:
-    """Checks values and combinations.
+    """Checks names, types, values and combinations, of whatever way the config came.
 
     Raises:
         ConfigError: the first field that cannot work, and the stage that has it.
     """
+    config = checked(config)
     check_stages(config)
     check_mixes(config)
     config = with_cpu_devices(config)
@@ -189,7 +210,7 @@ def _check_choices(config: ConfigDict) -> None:
         not path or Path(path).is_dir(),
         "model.path",
         path,
-        "no such folder; name a Hugging Face model folder, or leave it empty for a warm start",
+        f"{what_it_is(Path(path)) or 'no such folder'}; name a Hugging Face model folder, or leave it empty for a warm start",
     )
     source = config.data.source
     jsonl = source.startswith("jsonl:")

@@ -12,7 +12,7 @@ from jaxprorl.data.domains import choose
 from jaxprorl.data.duplicates import Finding
 from jaxprorl.data.prompts import Item
 from jaxprorl.data.splits import Items, Splits, load_items, load_splits
-from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
+from jaxprorl.data.tokenizer import Tokenizer
 from jaxprorl.errors import ConfigError
 from jaxprorl.models import hf
 from jaxprorl.monitoring import jsonl
@@ -35,8 +35,6 @@ def read_inputs(config: ConfigDict) -> Items:
     for stage_config in stage_configs(config):
         check_items(stage_config, items)
     try_rewards(config, choose(items.train, stage_configs(config)[0].data.mix)[0], items.held_out[0])
-    if config.model.path:
-        read_prompts(config, load_tokenizer(model_folder(Path(config.model.path))), items)
     return items
 
 

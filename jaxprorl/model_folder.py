@@ -43,6 +43,17 @@ def check_folder(path: Path) -> ModelFolder:
     return ModelFolder(config, hf.check_tensors(path, config), tokenizer, prompt_ids)
 
 
+def doubtful_stops(tokenizer: Tokenizer) -> list[str]:
+    """Stop ids that are ordinary text, one line each: an answer ends wherever the model writes it."""
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return [
+        f"{tokenizer.path}: stop id {stop} is {tokenizer.decode([stop])!r}, a token of ordinary text; every answer ends at the first one. "
+        "If that is not meant, name the end of a turn as eos_token_id in generation_config.json"
+        for stop in tokenizer.stop_ids
+        if stop not in added
+    ]
+
+
 def check_vocabulary(config: Qwen2Config, tokenizer: Tokenizer) -> None:
     """Refuses a tokenizer with more tokens than the embedding has rows: JAX would clamp the indices and say nothing."""
     if tokenizer.vocab_size > config.vocab_size:

@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 
 from jaxprorl.data.domains import DOMAINS
 from jaxprorl.errors import ConfigError
+from jaxprorl.schema import default_of, fitting, unknown_field
 
 ENDS = ("steps", "plateau", "manual")
 # The sets of resets/optimizer.py, which takes JAX, each with all that those after it have.
@@ -142,24 +143,28 @@ def check_engines(config: ConfigDict) -> None:
 
 def _change(config: ConfigDict, name: str, field: str, value: Any) -> None:
     place = f"stages: stage {name!r} changes {field}"
+    *groups, last = field.split(".")
+    section: Any = config
+    for group in groups:
+        section = section[group] if isinstance(section, ConfigDict) and group in section else None
+    own_name = field.startswith("filtering.rules.") and len(groups) == 2  # of a domain
+    if not isinstance(section, ConfigDict) or not (last in section or own_name):
+        _, _, meant = unknown_field(field).partition(": ")
+        raise ConfigError(f"{place}: there is no such field{meant and f', {meant}'}; every field is in configs/base.py")
     if field in FIXED:
         raise ConfigError(f"{place}, which is one for the whole run: {FIXED[field]}")
     if field.startswith("rollout.vllm."):
         raise ConfigError(f"{place}, which is one for the whole run: workers start once, before the first stage")
     if not field.startswith(CHANGEABLE):
         raise ConfigError(f"{place}, which is one for the whole run; a stage may change fields of {', '.join(CHANGEABLE)}")
-    *groups, last = field.split(".")
-    section = config
+    if last in section and isinstance(section[last], ConfigDict):
+        raise ConfigError(
+            f"{place}, a group of fields: there is no such field; name those in it, as {field}.{next(iter(section[last]), 'NAME')}"
+        )
     try:
-        for group in groups:
-            section = section[group]
-        if isinstance(section, ConfigDict) and (last in section or groups == ["filtering", "rules"]) and not isinstance(value, Mapping):
-            section[last] = value
-            return
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, TypeError) and last in section:
-            raise ConfigError(f"{place} to {value!r}: it is {section[last]!r}, of another type") from None
-    raise ConfigError(f"{place}: there is no such field; every field is in configs/base.py")
+        section[last] = fitting(field, value, "" if own_name else default_of(field))
+    except ConfigError as error:
+        raise ConfigError(f"stages: stage {name!r} changes {error}") from None
 
 
 def larger(a: tuple[bool, str], b: tuple[bool, str]) -> tuple[bool, str]:

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ from jaxprorl.evaluation.statistics import rate_text
 from jaxprorl.files import write_atomically
 from jaxprorl.grading import check_graders
 from jaxprorl.inputs import head_dim, is_run, model_folder, read_inputs, read_prompts, record_findings
-from jaxprorl.model_folder import check_vocabulary
+from jaxprorl.model_folder import check_vocabulary, doubtful_stops
 from jaxprorl.models import hf
 from jaxprorl.models.compute import choose_compute
 from jaxprorl.models.qwen2 import Params, Qwen2Config, declarations, parameter_count
@@ -100,16 +101,17 @@ class Training:
         return merge_swaps([engine.set_weights(params, version) for engine in engines])
 
 
-def start(config: ConfigDict, folder: RunFolder, stack: ExitStack, items: Items | None = None) -> Training:
+def start(config: ConfigDict, folder: RunFolder, stack: ExitStack, items: Items | None = None, mesh: Mesh | None = None) -> Training:
     """Makes or restores everything. What must be closed is entered into `stack`.
 
     Args:
         items: from `read_inputs`, to save reading them again.
+        mesh: from `preview.check_start`; JAX takes the number of host devices once.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError, CheckpointError: before any long work where that is possible.
     """
-    mesh = prepare_devices(config)
+    mesh = prepare_devices(config) if mesh is None else mesh
     configs, width = stage_configs(config), head_dim(config)
     computes = [choose_compute(stage_config, width, mesh) for stage_config in configs]
     configs = tuple(with_micro_batch_rows(stage_config, compute) for stage_config, compute in zip(configs, computes, strict=True))
@@ -137,6 +139,8 @@ def start(config: ConfigDict, folder: RunFolder, stack: ExitStack, items: Items 
         warm_start_s = time.perf_counter() - started_s
         adopt_tokenizer(base, folder)
     tokenizer = load_tokenizer(folder.base_model)
+    for line in doubtful_stops(tokenizer):
+        progress.note(f"WARNING: {line}")
     model_config = hf.read_config(folder.base_model)
     check_model(longest(configs), model_config, tokenizer)
     splits = read_prompts(config, tokenizer, items)
@@ -264,7 +268,8 @@ def read_start_params(base: Path, model_config: Qwen2Config, shardings: dict[str
     """The start model's parameters: of a Hugging Face folder, or of the newest checkpoint of another run."""
     if not is_run(base):
         return hf.read_params(base, model_config, shardings)
-    remedy = f"export the newest undamaged one (launch/export_hf.py --run {base} --output FOLDER) and start from it (model.path=FOLDER)"
+    command = f"launch/export_hf.py --run {quote(str(base))} --output FOLDER"
+    remedy = f"export the newest undamaged one ({command}) and start from it (model.path=FOLDER)"
     step, _ = newest_sound_step(RunFolder(base).checkpoints, "stop", remedy)
     if step is None:
         raise CheckpointError(f"model.path = {str(base)!r}: this run has no checkpoint yet")
@@ -284,16 +289,13 @@ def prepare_devices(config: ConfigDict) -> Mesh:
 
 
 def base_model(config: ConfigDict, mesh: Mesh, progress: Progress, items: Items | None = None) -> tuple[Path, bool]:
-    """The folder of the start model, and whether it was there already. `items` are what RL trains on; without them nothing is checked."""
+    """The folder of the start model, and whether it was there already. `items` of `config.data` save drawing them again."""
     if config.model.path:
         return Path(config.model.path), True
-    source = _of_warm_start(config)
-    if items is None or source.data.source == config.data.source:
-        return fit.base_model(source, items or load_items(source), mesh, progress.phase, progress.note)
-    own = items  # they are rendered, and measured, as soon as the tokenizer is there
-    return fit.base_model(
-        source, load_items(source), mesh, progress.phase, progress.note, lambda tokenizer: read_prompts(config, tokenizer, own)
-    )
+    source = warm_start_config(config)
+    if items is None or source.data.source != config.data.source:
+        items = load_items(source)
+    return fit.base_model(source, items, mesh, progress.phase, progress.note)
 
 
 def check_cache(config: ConfigDict, folder: RunFolder | None = None) -> None:
@@ -311,13 +313,12 @@ def check_cache(config: ConfigDict, folder: RunFolder | None = None) -> None:
     if os.path.lexists(cache) and not cache.is_dir():
         raise ConfigError(f"cache_dir = {config.cache_dir!r}: {reason}; {remedy}")
     going_on = folder is not None and config.on_existing != "replace" and committed_steps(folder.checkpoints)
-    if reason and not config.model.path and not going_on:
-        made = cache / "warmstart" / fit.fingerprint(_of_warm_start(config))
-        if not (made / "config.json").is_file():
-            raise ConfigError(f"cache_dir = {config.cache_dir!r}: {reason}, and the base model has to be made and kept there; {remedy}")
+    needed = not config.model.path and not going_on and not fit.is_made(fit.cached_folder(warm_start_config(config)))
+    if reason and needed:
+        raise ConfigError(f"cache_dir = {config.cache_dir!r}: {reason}, and the base model has to be made and kept there; {remedy}")
 
 
-def _of_warm_start(config: ConfigDict) -> ConfigDict:
+def warm_start_config(config: ConfigDict) -> ConfigDict:
     """The config that the base model is made by: demonstrations come from the tasks, whatever RL trains on."""
     source = config.copy_and_resolve_references()
     with source.unlocked():

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jaxprorl.errors import StorageError
+from jaxprorl.units import size_text
 
 GO_ON = "then give the same command again, it goes on from the last checkpoint"
 _REMEDIES = {
@@ -20,14 +21,6 @@ _REMEDIES = {
     errno.EIO: "see to the disk",
     errno.ESTALE: "see to the network file system",
 }
-
-
-def size(count: int) -> str:
-    """A number of bytes for people: `312 B`, `4.1 kB`, `25 MB`, `3.2 GB`."""
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= scale:
-            return f"{count / scale:.{1 if count < 10 * scale else 0}f} {unit}"
-    return f"{count} B"
 
 
 def free_bytes(path: Path) -> int | None:
@@ -43,8 +36,8 @@ def problem(path: Path, needed_bytes: int, reason: OSError | str, then: str = GO
     free = free_bytes(path)
     said = reason if isinstance(reason, str) else reason.strerror or str(reason) or type(reason).__name__
     remedy = _REMEDIES.get(reason.errno or 0, "see to it") if isinstance(reason, OSError) else "see to it"
-    free_said = "unknown" if free is None else size(free)
-    return f"{path} cannot be written ({' '.join(said.split())}): {size(needed_bytes)} needed, {free_said} free there; {remedy}, {then}"
+    needed, free_said = size_text(needed_bytes), "unknown" if free is None else size_text(free)
+    return f"{path} cannot be written ({' '.join(said.split())}): {needed} needed, {free_said} free there; {remedy}, {then}"
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from jaxprorl.monitoring.alarms import AlarmError, Paused
 from jaxprorl.monitoring.profile import start_trace, stop_trace
 from jaxprorl.monitoring.views import Views, warning
 from jaxprorl.preemption import Preemption
+from jaxprorl.preview import check_start
 from jaxprorl.resets.commands import Command, take_command
 from jaxprorl.resets.controller import gauges
 from jaxprorl.resets.optimizer import what_is_reset
@@ -42,6 +43,7 @@ from jaxprorl.rollout.collect import Rollout, RolloutBatch
 from jaxprorl.rollout.engine import exam_sampling
 from jaxprorl.rollout.metrics import rollout_metrics, tokens_of
 from jaxprorl.run_folder import RunFolder, as_begun, check_config, has_begun, open_run, what_comes_next
+from jaxprorl.schema import checked
 from jaxprorl.start import Training, check_cache, evaluate_held_out, start
 from jaxprorl.state import RunState, TrainState
 from jaxprorl.types import Group
@@ -81,6 +83,7 @@ def train(config: ConfigDict) -> dict[str, Any]:
             end the process, as Ctrl-C does everywhere.
     """
     started_s = time.perf_counter()
+    config = checked(config)
     folder = RunFolder(Path(config.runs_dir) / config.run_name)
     config = as_begun(config, folder)
     validate(config)
@@ -90,12 +93,14 @@ def train(config: ConfigDict) -> dict[str, Any]:
     # The stack is the inner one: it closes (and waits for the last save) while signals and the time limit still count.
     with Preemption(config.checkpoint.save_within_s, partial(what_comes_next, folder)) as preemption, ExitStack() as stack:
         # Of a run that is new: refused, it leaves no folder behind, and moves none aside.
-        items = read_inputs(config) if config.on_existing == "replace" or not has_begun(folder) else None
+        new = config.on_existing == "replace" or not has_begun(folder)
+        items = read_inputs(config) if new else None
+        mesh = check_start(config, items) if items else None
         open_run(config, stack)
         summary = finished(config, folder)
         if summary:
             return summary
-        training = start(config, folder, stack, items)
+        training = start(config, folder, stack, items, mesh)
         preemption.saving = training.checkpoints.saving
         with no_compilation(), preemption.guarded():
             loop(training, preemption)

@@ -28,8 +28,7 @@ from jaxprorl.config import load
 from jaxprorl.errors import ConfigError, RunLockedError, UserError
 from jaxprorl.preemption import INTERRUPTED, Preempted
 from jaxprorl.run_lock import RunLock
-
-HINT = "every field of an ablation is in configs/ablations/base.py"
+from jaxprorl.schema import ABLATION
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -63,9 +62,7 @@ def describe(plan: Plan) -> str:
 
 def ablate(options: argparse.Namespace, arguments: list[str], stack: ExitStack) -> int:
     """Plans, runs, compares; returns the exit status."""
-    settings = load(arguments, HINT).to_dict()
-    if "ablations_dir" not in settings:
-        raise ConfigError(f"--config={options.config}: no ablation but an experiment; ablations are in configs/ablations/")
+    settings = load(arguments, ABLATION).to_dict()
     plan = make_plan(settings)
     home = Home(Path(settings["ablations_dir"]) / plan.name)
     if reason := storage.unwritable(home.path):

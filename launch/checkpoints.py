@@ -24,6 +24,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # looking at files takes no accel
 
 from jaxprorl import commit
 from jaxprorl.errors import CheckpointError, UserError
+from jaxprorl.units import size_text
 
 
 def checkpoints_of(run: str) -> Path:
@@ -49,7 +50,7 @@ def show_list(run: str) -> int:
             print(f"step {step:6d}  {error}")
             continue
         rate = "" if record.validation_solve_rate is None else f"  validation {record.validation_solve_rate:.3f}"
-        print(f"step {step:6d}  {record.bytes / 1e6:8.1f} MB{rate}{'  before a reset' if record.reset_boundary else ''}")
+        print(f"step {step:6d}  {size_text(record.bytes):>10}{rate}{'  before a reset' if record.reset_boundary else ''}")
     return 1 if bad else 0
 
 

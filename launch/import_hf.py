@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from shlex import quote
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -17,9 +18,10 @@ if __name__ == "__main__":
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # looking at files takes no accelerator from a run
 
 from jaxprorl.errors import UserError
-from jaxprorl.model_folder import ModelFolder, check_folder
+from jaxprorl.model_folder import ModelFolder, check_folder, doubtful_stops
 from jaxprorl.models.hf.config import ARCHITECTURE
 from jaxprorl.models.qwen2 import parameter_bytes, parameter_count
+from jaxprorl.units import size_text
 
 
 def summary(found: ModelFolder) -> str:
@@ -30,7 +32,7 @@ def summary(found: ModelFolder) -> str:
     facts = {
         "architecture": f"{ARCHITECTURE}, {c.num_hidden_layers} layers, {c.hidden_size} wide, {c.num_attention_heads} heads "
         f"({c.num_key_value_heads} key-value) of {c.head_dim}",
-        "parameters": f"{parameter_count(c):,}, {parameter_bytes(c) / 1e9:.2f} GB in memory",
+        "parameters": f"{parameter_count(c):,}, {size_text(parameter_bytes(c))} in memory",
         "stored as": ", ".join(f"{dtype} ({count:,})" for dtype, count in sorted(found.scalars.items())),
         "output matrix": "the embedding (tied)" if c.tie_word_embeddings else "its own",
         "rope theta": f"{c.rope_theta:g}",
@@ -55,7 +57,9 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(summary(found))
-    print(f"\nsound; train on it with --config.model.path={arguments.source}")
+    for line in doubtful_stops(found.tokenizer):
+        print(f"WARNING: {line}")
+    print(f"\nsound; train on it with {quote(f'--config.model.path={arguments.source}')}")
     return 0
 
 

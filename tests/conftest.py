@@ -1,8 +1,10 @@
 """Two CPU devices, the second environment for parity tests, and the order and counting of tests."""
 
 import os
+import runpy
 import signal
 import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -154,3 +156,18 @@ def run_reference(reference_python: Path, tmp_path: Path) -> Callable[..., dict[
             return dict(out)
 
     return run
+
+
+@pytest.fixture
+def import_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[Path], tuple[int, str, str]]:
+    """launch/import_hf.py in this process: (status, stdout, stderr)."""
+    script = str(Path(__file__).parents[1] / "launch/import_hf.py")
+
+    def start(folder: Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [script, "--source", str(folder)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(script, run_name="__main__")
+        return int(end.value.code or 0), *capsys.readouterr()
+
+    return start

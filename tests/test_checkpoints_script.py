@@ -14,9 +14,9 @@ from saved_states import flip_a_bit, host_of, largest_file, new_state
 from jaxprorl import commit
 from jaxprorl.checkpoint import SCHEMA, Checkpoints
 from jaxprorl.sharding.mesh import make_mesh
+from jaxprorl.units import size_text
 
 SCRIPT = str(Path(__file__).resolve().parent.parent / "launch/checkpoints.py")
-
 
 Look = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -60,8 +60,11 @@ def damaged(home: Path, tmp_path: Path) -> Path:
 def test_list_shows_a_line_for_each(look: Look, home: Path) -> None:
     done = look(home, "list", "a")
     assert (done.returncode, done.stderr) == (0, "")
-    size = commit.read_record(home / "a/checkpoints", 2).bytes / 1e6
-    assert done.stdout.splitlines() == [f"step      2  {size:8.1f} MB  validation 0.250", f"step      4  {size:8.1f} MB  before a reset"]
+    sizes = [f"{size_text(commit.read_record(home / 'a/checkpoints', step).bytes):>10}" for step in (2, 4)]
+    assert done.stdout.splitlines() == [
+        f"step      2  {sizes[0]}  validation 0.250",
+        f"step      4  {sizes[1]}  before a reset",
+    ]
 
 
 def test_show_tells_everything_about_one_the_newest_by_default(look: Look, home: Path) -> None:

@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from jaxprorl.data.duplicates import Finding
 from jaxprorl.data.prompts import Item
-from jaxprorl.data.splits import SPLITS, Items
+from jaxprorl.data.splits import SPLITS, Items, Splits
 from jaxprorl.data.tokenizer import load_tokenizer
 from jaxprorl.errors import ConfigError, DataError
 from jaxprorl.inputs import ROWS_IN_EVENT, check_items, read_inputs, read_prompts, record_findings
@@ -46,19 +46,23 @@ def with_rows(folder: Path, model: Path, long_ones: int, **overrides: Any) -> Co
     return tiny_config(data__source=f"jsonl:{folder / 'q.jsonl'}", model__path=str(model), rollout__max_prompt_tokens=5, **overrides)
 
 
-def test_long_rows_are_told_when_the_file_is_read_where_there_is_a_tokenizer(tmp_path: Path, model: Path) -> None:
-    assert len(read_inputs(with_rows(tmp_path, model, 0)).train) == 4
+def prompts(config: ConfigDict) -> Splits:
+    return read_prompts(config, load_tokenizer(config.model.path), read_inputs(config))
+
+
+def test_long_rows_are_refused_or_left_out_as_soon_as_there_is_a_tokenizer(tmp_path: Path, model: Path) -> None:
+    assert len(prompts(with_rows(tmp_path, model, 0)).train) == 4
     with pytest.raises(DataError, match=r"q\.jsonl, line 13: the prompt has 8 tokens, rollout\.max_prompt_tokens = 5"):
-        read_inputs(with_rows(tmp_path, model, 1))
-    assert len(read_inputs(with_rows(tmp_path, model, 1, data__overlong_prompts="drop")).train) == 5
+        prompts(with_rows(tmp_path, model, 1))
+    assert len(prompts(with_rows(tmp_path, model, 1, data__overlong_prompts="drop")).train) == 4
 
 
 def test_what_is_left_without_long_rows_must_suffice_for_a_batch(tmp_path: Path, model: Path) -> None:
     config = with_rows(tmp_path, model, 2, data__overlong_prompts="drop", batch__prompts=5)
     with pytest.raises(ConfigError, match=r"batch\.prompts = 5: the train split holds 4 prompts only"):
-        read_inputs(config)
+        prompts(config)
     config.batch.prompts = 4
-    splits = read_prompts(config, load_tokenizer(model), read_inputs(config))
+    splits = prompts(config)
     assert [finding.place[-7:] for finding in splits.findings] == ["line 13", "line 14"]
 
 

@@ -1,6 +1,4 @@
-import runpy
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,16 +6,15 @@ import numpy as np
 import pytest
 from factories import random_params, tiny_model
 from model_folders import edit_json, edit_tensors
-from tiny_run import ROOT
 
+from jaxprorl.data.tokenizer import load_tokenizer
 from jaxprorl.errors import DataError, ModelError, UserError
-from jaxprorl.model_folder import QUESTION, check_folder
+from jaxprorl.model_folder import QUESTION, check_folder, doubtful_stops
 from jaxprorl.models.hf import write_folder
 from jaxprorl.models.qwen2 import parameter_count
 from jaxprorl.warmstart.tokenizer import build_tokenizer
 
 C = tiny_model(vocab_size=320, rope_theta=1e6)
-SCRIPT = str(ROOT / "launch/import_hf.py")
 
 
 @pytest.fixture(scope="module")
@@ -34,20 +31,6 @@ def model(source: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(source, tmp_path / "model"))
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[Path], tuple[int, str, str]]:
-    """launch/import_hf.py in this process: (status, stdout, stderr)."""
-
-    def start(folder: Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [SCRIPT, "--source", str(folder)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            runpy.run_path(SCRIPT, run_name="__main__")
-        return int(end.value.code or 0), *capsys.readouterr()
-
-    return start
-
-
 def test_a_sound_folder_is_described(source: Path) -> None:
     found = check_folder(source)
     assert found.config == C
@@ -55,13 +38,13 @@ def test_a_sound_folder_is_described(source: Path) -> None:
     assert QUESTION in found.tokenizer.decode(found.prompt_ids)
 
 
-def test_the_command_prints_what_the_folder_holds(source: Path, command: Callable[[Path], tuple[int, str, str]]) -> None:
-    status, out, err = command(source)
+def test_the_command_prints_what_the_folder_holds(source: Path, import_command: Callable[[Path], tuple[int, str, str]]) -> None:
+    status, out, err = import_command(source)
     assert (status, err) == (0, "")
     tokenizer = check_folder(source).tokenizer
     for words in (
         "Qwen2ForCausalLM, 2 layers, 32 wide, 4 heads (2 key-value) of 8",
-        f"parameters     {parameter_count(C):,}, 0.00 GB in memory",
+        f"parameters     {parameter_count(C):,}, {4 * parameter_count(C) / 1e3:.1f} kB in memory",
         f"stored as      bfloat16 ({parameter_count(C):,})",
         "output matrix  the embedding (tied)",
         "rope theta     1e+06",
@@ -114,13 +97,13 @@ def spoil(name: str, model: Path) -> None:
     ],
 )
 def test_each_fault_is_one_clear_line(
-    name: str, error: type[UserError], words: str, model: Path, command: Callable[[Path], tuple[int, str, str]]
+    name: str, error: type[UserError], words: str, model: Path, import_command: Callable[[Path], tuple[int, str, str]]
 ) -> None:
     spoil(name, model)
     with pytest.raises(error) as caught:
         check_folder(model)
     assert words in str(caught.value)
-    status, out, err = command(model)
+    status, out, err = import_command(model)
     assert (status, out, err) == (2, "", f"error: {caught.value}\n")
 
 
@@ -132,3 +115,35 @@ def test_the_template_must_not_emit_two_bos_tokens(model: Path) -> None:
     (model / "chat_template.jinja").write_text("{{ bos_token }}{{ bos_token }}" + template)
     with pytest.raises(DataError, match="2 BOS tokens"):
         check_folder(model)
+
+
+DROPPING = {
+    "hello": "hello",
+    "another role": "{% for m in messages if m.role == 'human' %}{{ m.content }}{% endfor %}Go.",
+    "system only": "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}<|im_start|>assistant\n",
+    "length": "{% for m in messages %}{{ m.content | length }}{% endfor %}",
+    "first word": "{% for m in messages %}{{ m.content.split(' ')[0] }}{% endfor %}",
+    "earlier turns": "{% for m in messages[:-1] %}{{ m.content }}{% endfor %}<|im_start|>assistant\n",
+    "another name": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.text }}<|im_end|>{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_a_template_that_drops_the_question_is_refused(name: str, model: Path) -> None:
+    (model / "chat_template.jinja").write_text(DROPPING[name])
+    with pytest.raises(DataError, match="the chat template drops the question: 'What is 1"):
+        check_folder(model)
+
+
+def test_a_stop_id_that_is_ordinary_text_is_told(model: Path, import_command: Callable[[Path], tuple[int, str, str]]) -> None:
+    tokenizer = check_folder(model).tokenizer
+    assert doubtful_stops(tokenizer) == []
+    for text in ("a", " ", "7"):
+        stop = tokenizer.encode(text)[0]
+        edit_json(model / "generation_config.json", eos_token_id=[stop, tokenizer.stop_ids[0]])
+        (told,) = doubtful_stops(load_tokenizer(model))
+        assert f"stop id {stop} is {text!r}, a token of ordinary text" in told
+        status, out, _ = import_command(model)
+        assert status == 0 and f"WARNING: {told}\n" in out
+    edit_json(model / "generation_config.json", eos_token_id=tokenizer.encode("</answer>"))
+    assert doubtful_stops(load_tokenizer(model)) == [], "a token that was added for the purpose"

@@ -96,8 +96,8 @@ FIXED = {
     "rollout.made_up": (1, "there is no such field"),
     "rollout.slots.deep": (1, "there is no such field"),
     "resets.kl_spike": ({"on": True}, "there is no such field"),
-    "rollout.slots": ("many", "to 'many': it is 256, of another type"),
-    "data.mix": ("chain_sum", "to 'chain_sum': it is (), of another type"),
+    "rollout.slots": ("many", " = 'many': must be a whole number, as 256 is"),
+    "data.mix": ("chain_sum", " = 'chain_sum': must be a tuple, as () is"),
 }
 
 

@@ -25,4 +25,4 @@ def get_config() -> ConfigDict:
     c.correction = "holm"  # for several comparisons: "holm", "bonferroni" or "none"
     c.power = 0.8  # chance of finding the minimum detectable difference
     c.paired_sd = 0.03  # standard deviation of paired differences over seeds that the design assumes, in the metric's unit
-    return c
+    return ConfigDict(c.to_dict(), type_safe=False)  # types are checked when all is set, as an experiment's are (jaxprorl/schema.py)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -20,6 +20,7 @@ from jaxprorl.types import Prompt
 
 Messages = Sequence[Mapping[str, str]]
 PROBE = ({"role": "user", "content": "1 + 1"},)
+QUESTIONS = (("What is 1 + 1?", "What is 1 + 3?"), ("Name a cat.", "Sing of dogs."))
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,27 @@ def check_chat_template(tokenizer: Tokenizer) -> None:
             "of tokenizer.json). Begin the chat template with {{ bos_token }}; if the model knows prompts without it, set add_bos_token to "
             "false"
         )
+    check_questions_show(tokenizer, [PROBE])
+
+
+def check_questions_show(tokenizer: Tokenizer, conversations: Iterable[Messages]) -> None:
+    """Renders each conversation with other last questions, so that a template which drops them is refused.
+
+    Args:
+        conversations: their last messages are a user's; those of the same roles are rendered once.
+
+    Raises:
+        DataError: two different questions become the same prompt; or see `render`.
+    """
+    for messages in {tuple(message["role"] for message in messages): messages for messages in conversations}.values():
+        for pair in QUESTIONS:
+            one, other = (render(tokenizer, [*messages[:-1], {"role": "user", "content": text}]) for text in pair)
+            if one == other:
+                roles = ", ".join(message["role"] for message in messages)
+                raise DataError(
+                    f"{tokenizer.path}: the chat template drops the question: {pair[0]!r} and {pair[1]!r} (messages: {roles}) become the "
+                    f"same prompt, {tokenizer.decode(one)[:200]!r}. It must write the content of every message whose role is 'user'"
+                )
 
 
 def build_prompt(tokenizer: Tokenizer, item: Item, prompt_id: int, system_prompt: str = "", control_tokens_in_text: str = "text") -> Prompt:
@@ -140,16 +162,20 @@ def build_prompt(tokenizer: Tokenizer, item: Item, prompt_id: int, system_prompt
     Raises:
         DataError: see `render`; names the item's place.
     """
-    messages = list(item.messages)
-    if system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system_prompt})
     try:
-        ids = render(tokenizer, messages, control_tokens_in_text=control_tokens_in_text)
+        ids = render(tokenizer, with_system(item.messages, system_prompt), control_tokens_in_text=control_tokens_in_text)
     except DataError as error:
         raise DataError(f"{item.place}: {error}") from error
     token_ids = np.asarray(ids, dtype=np.int32)
     token_ids.flags.writeable = False
     return Prompt(prompt_id=prompt_id, domain=item.domain, token_ids=token_ids, task=item.task, answer=item.answer, item=item.item)
+
+
+def with_system(messages: Messages, system_prompt: str) -> Messages:
+    """The conversation with the configured system message, unless that is empty or it has one of its own."""
+    if system_prompt and messages[0]["role"] != "system":
+        return [{"role": "system", "content": system_prompt}, *messages]
+    return messages
 
 
 @lru_cache(maxsize=8)

@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 
 from jaxprorl.errors import DataError
+from jaxprorl.model_sources import is_lfs_pointer, lfs_remedy
 
 
 @dataclass(frozen=True, eq=False)  # one tokenizer equals itself alone, so that what is made from it can be kept beside it
@@ -56,6 +57,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise DataError(f"{file}: not found. {_remedy(folder)}")
+    if is_lfs_pointer(file):
+        raise DataError(lfs_remedy(file))
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception on a broken file

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Self
 
 from jaxprorl.errors import SharedMemoryError
+from jaxprorl.units import size_text
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "jaxprorl"
@@ -90,10 +91,10 @@ def choose_folder(run_folder: Path, total_bytes: int, free_bytes: Callable[[Path
         return SHARED_MEMORY, ""
     fallback.mkdir(parents=True, exist_ok=True)
     disk = free_bytes(fallback)
-    lack = f"{_megabytes(total_bytes)} of shared memory are needed, {SHARED_MEMORY} has {_megabytes(shared)} free"
+    lack = f"{size_text(total_bytes)} of shared memory are needed, {SHARED_MEMORY} has {size_text(shared)} free"
     if disk < total_bytes:
         raise SharedMemoryError(
-            f"{lack} and {fallback} {_megabytes(disk)}. Enlarge {SHARED_MEMORY} (containers: --shm-size, or a memory-backed volume) or "
+            f"{lack} and {fallback} {size_text(disk)}. Enlarge {SHARED_MEMORY} (containers: --shm-size, or a memory-backed volume) or "
             "shrink the rings"
         )
     return fallback, f"{lack}; files in {fallback} take its place, which is slower and writes to disk. Containers: --shm-size enlarges it"
@@ -120,7 +121,7 @@ def create(folder: Path, run_folder: Path, role: str, number: int, size_bytes: i
         if not isinstance(error, OSError):
             raise
         raise SharedMemoryError(
-            f"{path}: {_megabytes(size_bytes)} cannot be reserved ({error.strerror}); {_megabytes(free_bytes(folder))} are free in {folder}"
+            f"{path}: {size_text(size_bytes)} cannot be reserved ({error.strerror}); {size_text(free_bytes(folder))} are free in {folder}"
         ) from error
     return Segment(path, memoryview(mapped), mapped, file)
 
@@ -193,7 +194,3 @@ def unlink_owned() -> None:
 def run_prefix(run_folder: Path) -> str:
     """How the names of all segments of a run begin."""
     return f"{PREFIX}-{hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:12]}"
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"

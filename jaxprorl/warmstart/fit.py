@@ -73,14 +73,12 @@ def base_model(
     mesh: Mesh,
     report: Report,
     tell: Callable[[str], None],
-    check_tokenizer: Callable[[Tokenizer], object] = lambda tokenizer: None,
 ) -> tuple[Path, bool]:
     """The Hugging Face folder of the base model, made now unless the cache holds it, or another process puts it there.
 
     Args:
         items: the reasoning-gym items of `config.data.tasks`; demonstrations come from train, gates look at validation.
         tell: told that another process makes the same model, and is waited for.
-        check_tokenizer: called with the new model's tokenizer before the long work; what it raises ends the work.
 
     Returns:
         The folder, with `warm_start.json` inside, and whether it came from the cache.
@@ -88,7 +86,7 @@ def base_model(
     Raises:
         ConfigError: the cache cannot be written.
     """
-    folder = Path(config.cache_dir) / "warmstart" / fingerprint(config)
+    folder = cached_folder(config)
     if is_made(folder):
         return folder, True
     try:
@@ -99,7 +97,7 @@ def base_model(
     with turn(lock, lambda who: tell(f"warm start: {who} makes this base model ({folder}); waiting for it")):
         if is_made(folder):
             return folder, True
-        return folder, not make(config, folder, items, mesh, report, check_tokenizer)
+        return folder, not make(config, folder, items, mesh, report)
 
 
 def is_made(folder: Path) -> bool:
@@ -107,9 +105,7 @@ def is_made(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
 
-def make(
-    config: ConfigDict, folder: Path, items: Items, mesh: Mesh, report: Report, check_tokenizer: Callable[[Tokenizer], object]
-) -> bool:
+def make(config: ConfigDict, folder: Path, items: Items, mesh: Mesh, report: Report) -> bool:
     """Makes the base model. False: another process put the same one there first, as may happen where the cache has no locks."""
     shutil.rmtree(folder, ignore_errors=True)  # it is no model, or this would not be called
     with ExitStack() as stack:
@@ -120,7 +116,6 @@ def make(
         # Before anything long: the first check comes a good part of the way in.
         report("warm start: making the base model, once (the quickstart's takes about three minutes)", 0, config.warmstart.skill_updates)
         tokenizer = build_tokenizer(items.train, scratch, config.data.system_prompt)
-        check_tokenizer(tokenizer)
         model_config = model_shape(config, tokenizer)
         params, facts = fit(config, model_config, tokenizer, items, mesh, report)
         texts = {"warm_start.json": json.dumps(facts, indent=2, sort_keys=True) + "\n"}
@@ -137,6 +132,11 @@ def make(
 def unwritable(config: ConfigDict, error: OSError) -> ConfigError:
     """What to say of a cache that cannot be written."""
     return ConfigError(f"cache_dir = {config.cache_dir!r}: the base model cannot be written there ({error}); choose another one")
+
+
+def cached_folder(config: ConfigDict) -> Path:
+    """Where the cache holds the base model, once it is made."""
+    return Path(config.cache_dir) / "warmstart" / fingerprint(config)
 
 
 def model_shape(config: ConfigDict, tokenizer: Tokenizer) -> Qwen2Config:

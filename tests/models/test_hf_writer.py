@@ -190,7 +190,7 @@ def test_a_full_disk_leaves_the_older_folder_and_nothing_else(model: Path, monke
 
     usage = shutil.disk_usage(model)
     monkeypatch.setattr(writer.shutil, "disk_usage", lambda _: usage._replace(free=4 * parameter_count(TIED) - 1))
-    with pytest.raises(ModelError, match=r"model cannot be written: it needs \d+ MB, \d+ MB are free"):
+    with pytest.raises(ModelError, match=r"model cannot be written: it needs 81\.0 kB, 81\.0 kB are free"):
         write_folder(model, TIED, random_params(TIED), model, (0,), 0)
     assert contents(model) == before
 
@@ -312,3 +312,29 @@ def test_vllm_loads_ours_and_decodes_the_same_tokens(run_reference: Callable[...
         np.testing.assert_array_equal(ours.argmax(-1), reference["tokens"], err_msg=f"tied = {tied}")
         second = np.partition(ours, -2, axis=-1)[..., -2]
         assert (ours.max(-1) - second).min() > 1e-4 * np.abs(ours).max(), "no tie that float32's rounding could decide"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (3.4e38, "1 of 32 values, the first at [5]: 3.3999999521443642e+38, overflow in bfloat16, whose largest number is 3.39e+38; write"),
+        (-3.4e38, "1 of 32 values, the first at [5]: -3.3999999521443642e+38, overflow in bfloat16"),
+        (np.nan, "1 of 32 values, the first at [5]: nan, are not finite"),
+        (np.inf, "1 of 32 values, the first at [5]: inf, are not finite"),
+    ],
+)
+def test_a_value_that_the_output_cannot_hold_is_refused_by_tensor(value: float, words: str, tmp_path: Path) -> None:
+    params = random_params(TIED)
+    params["final_norm"][5] = value
+    with pytest.raises(ModelError) as caught:
+        write_folder(tmp_path / "model", TIED, params, tmp_path, (0,), 0, dtype="bfloat16")
+    assert str(caught.value).startswith("model.norm.weight: ") and words.split(": ")[0] in str(caught.value)
+    assert words.rpartition(", ")[2] in str(caught.value)
+    assert not (tmp_path / "model").exists()
+
+
+def test_float32_holds_what_bfloat16_cannot(tmp_path: Path) -> None:
+    params = random_params(TIED)
+    params["final_norm"][5] = 3.4e38
+    write_folder(tmp_path / "model", TIED, params, tmp_path, (0,), 0)
+    np.testing.assert_array_equal(read_params(tmp_path / "model", TIED, shardings(TIED))["final_norm"], params["final_norm"])

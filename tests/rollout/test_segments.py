@@ -148,7 +148,7 @@ def test_memory_that_cannot_be_reserved_is_an_error_and_leaves_nothing(run_folde
     resource.setrlimit(resource.RLIMIT_FSIZE, (MEGABYTE, before[1]))
     try:
         with pytest.raises(
-            SharedMemoryError, match=r"weights-0-.*: 2\.0 MB cannot be reserved \(File too large\); .* MB are free in /dev/shm"
+            SharedMemoryError, match=r"weights-0-.*: 2\.0 MB cannot be reserved \(File too large\); .* [MG]B are free in /dev/shm"
         ):
             create(SHARED_MEMORY, run_folder, "weights", 0, 2 * MEGABYTE)
     finally:

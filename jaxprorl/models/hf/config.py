@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxprorl.errors import ModelError
+from jaxprorl.model_sources import looked_through
 from jaxprorl.models.qwen2 import Qwen2Config
 
 ARCHITECTURE = "Qwen2ForCausalLM"
@@ -43,6 +44,7 @@ REQUIRED: dict[str, Any] = {
     "chunk_size_feed_forward": 0,
     "pretraining_tp": 1,
     "pruned_heads": {},
+    "partial_rotary_factor": 1,  # a share of each head's width
 }
 # Fields that say that the tensors or the code are something else than they seem.
 REFUSED = {
@@ -55,6 +57,7 @@ REFUSED = {
 IGNORED: dict[str, tuple[str, ...]] = {
     "attention windows, which use_sliding_window = false and layer_types switch off": ("sliding_window", "max_window_layers"),
     "where the file comes from": ("_name_or_path", "name_or_path", "_commit_hash", "transformers_version"),
+    "which tool wrote the file": ("unsloth_version", "unsloth_fixed"),
     "initial values of a model that is trained from nothing": ("initializer_range",),
     "how transformers runs the model, not what it computes": (
         "use_cache", "output_attentions", "output_hidden_states", "output_scores", "return_dict", "return_dict_in_generate", "torchscript",
@@ -76,7 +79,8 @@ IGNORED: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 KNOWN = READ | REQUIRED.keys() | REFUSED.keys() | {name for names in IGNORED.values() for name in names}
-ROPE_FIELDS = {"rope_type", "type", "rope_theta"}
+# Of rope_parameters and rope_scaling, beside rope_theta, with the only value that leaves the embedding plain.
+PLAIN_ROPE = {"rope_type": "default", "type": "default", "factor": 1, "partial_rotary_factor": 1, "attention_factor": 1, "mscale": 1}
 
 
 def read_config(folder: str | Path) -> Qwen2Config:
@@ -88,7 +92,11 @@ def read_config(folder: str | Path) -> Qwen2Config:
     path = Path(folder) / "config.json"
     fields = {name: value for name, value in _read_json(path).items() if value is not None}
     if fields.get("architectures") != [ARCHITECTURE]:
-        raise ModelError(f"{path}: architectures = {fields.get('architectures')}, only [{ARCHITECTURE!r}] is supported")
+        family = f"architectures = {fields.get('architectures')}, model_type = {json.dumps(fields.get('model_type'))}"
+        raise ModelError(
+            f"{path}: {family}: this family is not supported. Only {ARCHITECTURE} is: Qwen2, Qwen2.5, and what others trained from them, "
+            "e.g. DeepSeek-R1-Distill-Qwen"
+        )
     unknown = sorted(fields.keys() - KNOWN)
     if unknown:
         raise ModelError(
@@ -143,6 +151,7 @@ def config_json(c: Qwen2Config, dtype: str, stop_ids: tuple[int, ...], pad_id: i
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    looked_through(path.parent)
     if not path.is_file():
         raise ModelError(f"{path} does not exist; a Hugging Face model folder holds config.json, *.safetensors and tokenizer.json")
     try:
@@ -190,8 +199,9 @@ def _rope_theta(path: Path, fields: Mapping[str, Any]) -> float:
     found = {"rope_theta": _number(path, fields, "rope_theta", float)} if "rope_theta" in fields else {}
     for place in ("rope_parameters", "rope_scaling"):
         rope = fields.get(place, {})
-        plain = isinstance(rope, dict) and rope.keys() <= ROPE_FIELDS
-        if not plain or any(rope.get(name, "default") != "default" for name in ("rope_type", "type")):
+        rope = {name: value for name, value in rope.items() if value is not None} if isinstance(rope, dict) else rope
+        plain = isinstance(rope, dict) and rope.keys() <= PLAIN_ROPE.keys() | {"rope_theta"}
+        if not plain or any(value != PLAIN_ROPE[name] or isinstance(value, bool) for name, value in rope.items() if name in PLAIN_ROPE):
             raise ModelError(f"{path}: {place} = {json.dumps(rope)} is not supported, only plain rotary embeddings (type 'default') are")
         if "rope_theta" in rope:
             found[f"{place}.rope_theta"] = _number(path, rope, "rope_theta", float)
@@ -212,7 +222,7 @@ def _check_layer_types(path: Path, fields: Mapping[str, Any], layers: int) -> No
 
 def _check_dtype(path: Path, fields: Mapping[str, Any]) -> None:
     """The tensors themselves say what they are; the field must only not be something else altogether."""
-    given = {name: fields[name] for name in ("torch_dtype", "dtype") if name in fields}
+    given = {name: fields[name] for name in ("torch_dtype", "dtype") if fields.get(name, "auto") != "auto"}  # "auto" = as they are
     for name, value in given.items():
         if value not in DTYPES:
             raise ModelError(f"{path}: {name} = {json.dumps(value)} is not supported, only {', '.join(DTYPES)} are")

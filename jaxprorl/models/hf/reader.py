@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxprorl.errors import ModelError
+from jaxprorl.model_sources import about_tensors, is_lfs_pointer, is_of_macos, lfs_remedy, looked_through, what_it_is
 from jaxprorl.models.hf.names import HEAD_KEY, hf_keys, hf_shape, is_stacked
 from jaxprorl.models.qwen2 import Declaration, Params, Qwen2Config, declarations
 
@@ -67,6 +68,12 @@ def check_tensors(folder: str | Path, c: Qwen2Config) -> dict[str, int]:
     return counts
 
 
+def check_headers(folder: str | Path, c: Qwen2Config) -> None:
+    """Looks at the names, dtypes and shapes of the tensors, and at no value. Raises as `read_params` does."""
+    with ExitStack() as stack:
+        _find_tensors(Path(folder), c, stack)
+
+
 def _shard(declaration: Declaration, parts: Sequence[Tensor], index: tuple[slice, ...]) -> np.ndarray:
     """The part of a parameter that one device holds."""
     ranges = [range(*part.indices(size)) for part, size in zip(index, declaration.shape, strict=True)]
@@ -98,8 +105,14 @@ def _chunks(tensor: Tensor, ranges: Sequence[range]) -> Iterator[tuple[int, np.n
     """The window `ranges` of a tensor in float32: (first row within the window, rows)."""
     for window in _windows(ranges):
         chunk_32 = _read(tensor, window).astype(np.float32)
-        if not np.isfinite(chunk_32).all():
-            raise ModelError(f"{tensor.file}: {tensor.key} holds values that are not finite")
+        finite = np.isfinite(chunk_32)
+        if not finite.all():
+            first = np.argwhere(~finite)[0]
+            index = ", ".join(str(int(at) + part.start) for at, part in zip(first, window, strict=True))
+            raise ModelError(
+                f"{tensor.file}: {tensor.key} holds values that are not finite, the first at [{index}]: {chunk_32[tuple(first)]}; such a "
+                "model is broken, get its files anew"
+            )
         yield window[0].start - ranges[0].start, chunk_32
 
 
@@ -121,15 +134,18 @@ def _read(tensor: Tensor, window: tuple[slice, ...]) -> np.ndarray:
 
 def _find_tensors(folder: Path, c: Qwen2Config, stack: ExitStack) -> dict[str, Tensor]:
     """The model's tensors by key, checked by their headers; files stay open until `stack` closes."""
-    files = sorted(folder.glob("*.safetensors"))
+    files = [file for file in sorted(folder.glob("*.safetensors")) if not is_of_macos(file)]
+    looked_through(folder)
     index = _read_index(folder, files)
     if not files:
-        pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+        pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern) if not is_of_macos(path))
         if pickles:
             raise ModelError(
                 f"{folder} holds {_shown(pickles)} and no *.safetensors file. Pickles can run code and are not read; convert them "
                 "with torch: transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(OUTPUT)"
             )
+        if remark := what_it_is(folder):
+            raise ModelError(f"{folder}: {remark}")
         raise ModelError(f"{folder} holds no *.safetensors file")
     tensors: dict[str, Tensor] = {}
     for file in files:
@@ -148,6 +164,8 @@ def _find_tensors(folder: Path, c: Qwen2Config, stack: ExitStack) -> dict[str, T
 
 
 def _open(file: Path, stack: ExitStack) -> list[Tensor]:
+    if is_lfs_pointer(file):
+        raise ModelError(lfs_remedy(file))
     try:
         opened = stack.enter_context(safe_open(file, framework="numpy"))
         views = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 -- not a dict
@@ -164,7 +182,7 @@ def _check_headers(folder: Path, c: Qwen2Config, tensors: Mapping[str, Tensor]) 
     if missing or left_over:
         raise ModelError(
             f"{folder}: missing tensors {_shown(missing)}, unknown tensors {_shown(left_over)} (config.json: tie_word_embeddings = "
-            f"{json.dumps(c.tie_word_embeddings)}, num_hidden_layers = {c.num_hidden_layers})"
+            f"{json.dumps(c.tie_word_embeddings)}, num_hidden_layers = {c.num_hidden_layers}){about_tensors(left_over)}"
         )
     for key, tensor in tensors.items():
         if tensor.dtype not in DTYPES:

@@ -17,6 +17,7 @@ from jaxprorl.files import new_folder
 from jaxprorl.models.hf.config import config_json
 from jaxprorl.models.hf.names import hf_keys, hf_shape, is_stacked
 from jaxprorl.models.qwen2 import Qwen2Config, declarations
+from jaxprorl.units import size_text
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 SHARD_BYTES = 5_000_000_000  # per file, the size that model hubs recommend
@@ -93,7 +94,7 @@ def write_files(
     shards = plan_shards(c, dtype, shard_bytes)
     needed, free = sum(entry.bytes for entries in shards.values() for entry in entries), shutil.disk_usage(folder).free
     if needed > free:
-        raise OSError(f"it needs {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free")
+        raise OSError(f"it needs {size_text(needed)}, {size_text(free)} are free")
     for name in COPIED:
         source = Path(tokenizer_folder) / name
         if source.is_file() and source.parent != folder:
@@ -126,8 +127,28 @@ def tensors(c: Qwen2Config, params: Mapping[str, Any], dtype: str) -> Iterator[t
         for layer, key in enumerate(hf_keys(declaration)):
             # Sliced or copied on its devices first: a jax.Array keeps what was once fetched from it as long as it lives.
             part = jax.device_get(array[layer] if is_stacked(declaration) else jnp.copy(array))
-            yield key, np.ascontiguousarray(part.T if declaration.transposed else part).astype(dtype, copy=False)
+            value = np.ascontiguousarray(part.T if declaration.transposed else part)
+            yield key, _converted(key, value, dtype)
         del array  # before the next one is asked for, which may be read from a disk only then
+
+
+def _converted(key: str, value: np.ndarray, dtype: str) -> np.ndarray:
+    """The tensor in another dtype.
+
+    Raises:
+        ModelError: a finite value is infinite in it, or one was not finite before.
+    """
+    with np.errstate(over="ignore"):
+        converted = value.astype(dtype, copy=False)
+    wrong = ~np.isfinite(converted.astype(np.float32, copy=False))
+    if wrong.any():
+        first = tuple(int(at) for at in np.argwhere(wrong)[0])
+        place = f"{int(wrong.sum()):,} of {value.size:,} values, the first at {list(first)}: {value[first]}"
+        if np.isfinite(value[wrong].astype(np.float64)).all():
+            largest = float(jnp.finfo(dtype).max)
+            raise ModelError(f"{key}: {place}, overflow in {dtype}, whose largest number is {largest:.4g}; write float32")
+        raise ModelError(f"{key}: {place}, are not finite; such a model is broken")
+    return converted
 
 
 def _write_tensors(folder: Path, shards: Mapping[str, list[Entry]], stream: Iterator[tuple[str, np.ndarray]], dtype: str) -> None:

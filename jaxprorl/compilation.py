@@ -47,6 +47,7 @@ def use_compilation_cache(folder: str | Path) -> list[str]:
     recompiled at every start. Such entries are removed here; their names are returned.
     """
     torn = remove_torn_entries(Path(folder))
+    compilation_cache.reset_cache()  # else it stays as it was at the first program that this process compiled
     jax.config.update("jax_compilation_cache_dir", str(Path(folder).absolute()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

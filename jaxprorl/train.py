@@ -1,8 +1,8 @@
-"""The main job: train(config)."""
+"""The main job: train(config), from Python and from launch/train.py."""
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from jaxprorl import watch as watching
 from jaxprorl.batch import batch_advantages, host_batch, packing_metrics, placed
 from jaxprorl.budget import is_over, spent
+from jaxprorl.caller import left_as_found
 from jaxprorl.checkpoint import Host, read_host
 from jaxprorl.commit import committed_steps
 from jaxprorl.compilation import no_compilation
@@ -26,20 +27,24 @@ from jaxprorl.evaluation.report import write_report
 from jaxprorl.evaluation.summary import build_summary, peak_memory_bytes, write_summary
 from jaxprorl.export import write_model
 from jaxprorl.inputs import read_inputs
+from jaxprorl.interrupts import Interrupts
 from jaxprorl.monitoring.alarms import AlarmError, Paused
-from jaxprorl.monitoring.profile import start_trace, stop_trace
+from jaxprorl.monitoring.profile import end_trace, start_trace, stop_trace
 from jaxprorl.preemption import Preemption
+from jaxprorl.prompt_file import told_by_index, write_prompts
 from jaxprorl.resets.commands import Command, take_command
 from jaxprorl.resets.controller import gauges
 from jaxprorl.resets.optimizer import what_is_reset
 from jaxprorl.resets.stages import RESET, what_resets
 from jaxprorl.resets.triggers import Firing
+from jaxprorl.result import Result
 from jaxprorl.rewards.pool import error_share
 from jaxprorl.rollout import surplus
 from jaxprorl.rollout.collect import Rollout, RolloutBatch
 from jaxprorl.rollout.engine import exam_sampling
 from jaxprorl.rollout.metrics import rollout_metrics, tokens_of
 from jaxprorl.run_folder import RunFolder, as_begun, has_begun, open_run, what_comes_next
+from jaxprorl.sharding.mesh import cpu_devices_there, set_cpu_devices
 from jaxprorl.start import Training, evaluate_held_out, start
 from jaxprorl.state import RunState, TrainState
 from jaxprorl.types import Group
@@ -60,11 +65,27 @@ class Step:
     command: Command | None = None
 
 
-def train(config: ConfigDict) -> dict[str, Any]:
+Signals = Interrupts | Preemption
+
+
+def train(
+    config: ConfigDict,
+    reward: Reward | str | Mapping[Any, float] | None = None,
+    prompts: Iterable[Mapping[str, Any]] | None = None,
+    *,
+    own_process: bool = False,
+) -> Result:
     """Runs, or goes on with, the RL training that `config` describes.
 
-    Returns:
-        The content of `summary.json`.
+    Whichever way it is left, workers, threads, locks and shared memory are gone, and signal handlers, `sys.path` and JAX's settings are the
+    caller's again. JAX's devices stay as they are from their first use on.
+
+    Args:
+        config: is not changed.
+        reward: in place of `config.reward`; see `rewards.registry.reward_spec`.
+        prompts: questions in place of `config.data.source`, as dicts with the fields of a JSON line (data/jsonl.py).
+        own_process: the process is a script's own: signals that come when there is nothing to save, or twice, end it (`preemption`).
+            Otherwise they only ever raise, as soon as that is safe (`interrupts`).
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: bad input, before long work starts.
@@ -73,50 +94,74 @@ def train(config: ConfigDict) -> dict[str, Any]:
         GraderError: `grading.max_error_share` was exceeded.
         NonFiniteError: `optimizer.max_skipped_updates` updates in a row had a gradient or a change that is not finite.
         AlarmError: an alarm with the action "stop" rings; the run is saved.
-        Paused: one with the action "pause" rings; the run is saved (a SystemExit with `preemption.EXIT_STATUS`).
-        Preempted: SIGTERM or SIGUSR1 came in the loop; the run is saved (a SystemExit with `preemption.EXIT_STATUS`). Anywhere else they
-            end the process, as Ctrl-C does everywhere.
+        Paused: one with the action "pause" rings; the run is saved.
+        Interrupted: Ctrl-C came; what there was to save is saved. A KeyboardInterrupt.
+        Preempted: SIGTERM or SIGUSR1 came; what there was to save is saved. A SystemExit with `preemption.EXIT_STATUS`.
     """
     started_s = time.perf_counter()
+    questions = None if prompts is None else write_prompts(prompts, Path(config.cache_dir) / "prompts")
+    config = with_arguments(config, reward, questions)
     folder = RunFolder(Path(config.runs_dir) / config.run_name)
-    config = as_begun(config, folder)
-    validate(config)
-    # The stack is the inner one: it closes (and waits for the last save) while signals and the time limit still count.
-    with Preemption(config.checkpoint.save_within_s, partial(what_comes_next, folder)) as preemption, ExitStack() as stack:
+    with left_as_found(), told_by_index(questions):
+        config = as_begun(config, folder, cpu_devices_there())
+        validate(config)
+        set_cpu_devices(config.mesh.cpu_devices)
+        next_one = partial(what_comes_next, folder)
+        with Preemption(config.checkpoint.save_within_s, next_one) if own_process else Interrupts(next_one) as signals:
+            return Result(run(config, folder, signals, started_s), folder.path.absolute())
+
+
+def with_arguments(config: ConfigDict, reward: Any, questions: Path | None) -> ConfigDict:
+    """A copy of the config with what `train` was given beside it."""
+    config = config.copy_and_resolve_references()
+    with config.unlocked():
+        if reward is not None:
+            config.reward = reward_spec(reward, Path(config.cache_dir) / "rewards")
+        if questions is not None:
+            config.data.source = f"jsonl:{questions}"
+    return config.lock()
+
+
+def run(config: ConfigDict, folder: RunFolder, signals: Signals, started_s: float) -> dict[str, Any]:
+    """The run from its folder to its summary, which it returns."""
+    # The stack is inside of `signals`: it closes (and waits for the last save) while they and the time limit still count.
+    with ExitStack() as stack:
         # Of a run that is new: refused, it leaves no folder behind, and moves none aside.
         items = read_inputs(config) if config.on_existing == "replace" or not has_begun(folder) else None
         open_run(config, stack)
         summary = finished(config, folder)
         if summary:
             return summary
+        stack.callback(end_trace)
         training = start(config, folder, stack, items)
-        preemption.saving = training.checkpoints.saving
-        with no_compilation(), preemption.guarded():
-            loop(training, preemption)
+        if isinstance(signals, Preemption):
+            signals.saving = training.checkpoints.saving
+        with no_compilation(), signals.guarded():
+            loop(training, signals)
         return finish(config, training, started_s)
 
 
-def loop(training: Training, preemption: Preemption) -> None:
+def loop(training: Training, signals: Signals) -> None:
     """The stages of a run (docs/stages.md), one after the other, until it `is_over`; without stages it is one."""
     training.recorded_s = time.perf_counter()
     while not is_over(training.config, training.run):
         if training.watch.stage.ending:
             begin_stage(training)
-        run_stage(training, preemption)
-        if preemption.requested:
+        run_stage(training, signals)
+        if signals.requested:
             break
-    if preemption.requested:  # after the checkpoint: a resumed run's log continues as if nothing had happened
+    if signals.requested:  # after the checkpoint: a resumed run's log continues as if nothing had happened
         step, recorder = training.run.step, training.recorder
-        recorder.event(step, "interrupted", signal=preemption.requested)
-        recorder.progress.note(f"{preemption.requested}: saved after step {step}; the same command goes on from there")
+        recorder.event(step, "interrupted", signal=signals.requested)
+        recorder.progress.note(f"{signals.requested}: saved after step {step}; the same command goes on from there")
 
 
-def run_stage(training: Training, preemption: Preemption) -> None:
+def run_stage(training: Training, signals: Signals) -> None:
     """Sample, grade, filter, advantages, K updates, swap, record: until the stage or the run is over (README, "The road")."""
     setting, config, recorder = training.setting, training.config, training.recorder
     state, run, left = training.state, training.run, training.surplus
     done: Step | None = None
-    while not is_over(config, run) and not training.watch.stage.ending and not (done and preemption.requested):
+    while not is_over(config, run) and not training.watch.stage.ending and not (done and signals.requested):
         step = run.step
         tracing = start_trace(config, training.folder, step, state)
         # Made, the rollout has dispatched its first decode steps; only then is the last update's result read.
@@ -292,7 +337,7 @@ def decide(training: Training, done: Step, values: Mapping[str, float]) -> list[
 def end(training: Training, number: int, alarm: Firing) -> NoReturn:
     """Ends the process, which is saved, as the alarm's action says."""
     if training.setting.rules.alarms[alarm.trigger].action == "pause":
-        raise Paused
+        raise Paused(f"step {number}: alarm {alarm.reason}. The run is saved; the same call goes on")
     raise AlarmError(
         f"step {number}: alarm {alarm.reason}. The run is saved; to go on all the same, change the fields of alarms.{alarm.trigger} and "
         "name them in checkpoint.accept"
@@ -363,7 +408,7 @@ def finished(config: ConfigDict, folder: RunFolder) -> dict[str, Any] | None:
         saved = committed_steps(folder.checkpoints)
         if steps > config.steps or not saved or saved[-1] != steps or not is_over(config, read_host(folder.checkpoints, steps).run):
             return None
-    if not (folder.path / "report.html").is_file():  # it was killed between the two
+    if not folder.report.is_file():  # it was killed between the two
         write_report(folder.path)
     return summary
 
@@ -399,7 +444,7 @@ def finish(config: ConfigDict, training: Training, started_s: float) -> dict[str
         peak_memory_bytes=peak_memory_bytes(),
         seed=config.seed,
     )
-    (folder.path / "report.html").unlink(missing_ok=True)  # of fewer steps
+    folder.report.unlink(missing_ok=True)  # of fewer steps
     write_summary(folder.path, summary)
     write_report(folder.path)
     return summary

@@ -8,6 +8,8 @@ from ml_collections import ConfigDict
 
 from jaxprorl.run_folder import RunFolder
 
+_under_way = False  # JAX makes one trace at a time, and this one is ours
+
 
 def start_trace(config: ConfigDict, folder: RunFolder, step: int, results: Any) -> bool:
     """Starts the trace of a step that `config.profile_steps` names, into `profiles/step_NNNNNN`; whether it did.
@@ -15,12 +17,14 @@ def start_trace(config: ConfigDict, folder: RunFolder, step: int, results: Any) 
     Args:
         results: arrays of the step before, which is waited for: the devices may still be at work on it.
     """
+    global _under_way
     if step not in config.profile_steps:
         return False
     jax.block_until_ready(results)
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # every Python call would be in it, and slow the step down
     jax.profiler.start_trace(_trace(folder, step), profiler_options=options)
+    _under_way = True
     return True
 
 
@@ -32,7 +36,15 @@ def missed_steps(config: ConfigDict, folder: RunFolder, step: int) -> list[int]:
 def stop_trace(results: Any) -> None:
     """Ends it once the arrays in `results` are there: devices would otherwise still be at work on the step."""
     jax.block_until_ready(results)
-    jax.profiler.stop_trace()
+    end_trace()
+
+
+def end_trace() -> None:
+    """Ends the trace under way, if there is one: else an error in its step would leave the process tracing."""
+    global _under_way
+    if _under_way:
+        _under_way = False
+        jax.profiler.stop_trace()
 
 
 def _trace(folder: RunFolder, step: int) -> Path:

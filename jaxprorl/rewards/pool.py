@@ -25,6 +25,7 @@ import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
 from jaxprorl.errors import GraderError
+from jaxprorl.interrupts import safe_point
 from jaxprorl.rewards import registry, worker
 from jaxprorl.types import Completion, Prompt, Score
 
@@ -136,6 +137,7 @@ class GraderPool:
 
     def _take_results(self, quiet_s: float) -> float:
         """Waits at most _POLL_S for results and takes those that came. Takes and returns for how long none has."""
+        safe_point()
         done, _ = wait(list(self._running), timeout=_POLL_S, return_when=FIRST_COMPLETED)
         quiet_s = 0.0 if done else quiet_s + _POLL_S
         # A pool that breaks forgets batches which it has not handed out: no result, no error.

@@ -67,7 +67,7 @@ def random_groups(config: ConfigDict) -> list[Group]:
             ids = random.randint(0, PAD_ID, size=rollout.max_response_tokens).astype(np.int32)
             logp = (-5.5 + 0.1 * random.standard_normal(len(ids))).astype(np.float32)
             completions.append(Completion(number, sample, ids, logp, "length", ((0, 0, len(ids)),)))
-            scores.append(Score(float(random.uniform()), "scored", "random", "0", 0.0))
+            scores.append(Score(float(random.uniform()), False, "scored", "random", "0", 0.0))
         prompt = Prompt(number, "", random.randint(0, PAD_ID, size=rollout.max_prompt_tokens).astype(np.int32), "", "")
         groups.append(Group(prompt, tuple(completions), tuple(scores)))
     return groups

@@ -308,7 +308,7 @@ def _check_rewards(config: ConfigDict) -> None:
     for field in ("reward", "evaluation.reward"):
         spec = config.reward if field == "reward" else config.evaluation.reward or config.reward
         try:
-            registry.load_reward(spec)
+            registry.load_parts(spec)
         except RewardError as error:
             raise ConfigError(str(error) if field == "reward" else f"evaluation.reward: {error}") from None
 

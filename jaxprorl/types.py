@@ -57,9 +57,15 @@ class Completion:
 
 @dataclass(frozen=True)
 class Score:
-    """What a grader says of one completion. `grader_error` is never a zero: the sample leaves its group."""
+    """What a grader says of one completion. `grader_error` is never a zero: the sample leaves its group.
+
+    Attributes:
+        value: the reward, any finite number; 0 after a grader error.
+        solved: whether the answer is right: the grader's own word, else value >= `grading.solved_from`. False after a grader error.
+    """
 
     value: float
+    solved: bool
     outcome: Outcome
     grader: str
     grader_version: str

@@ -77,7 +77,7 @@ def make_prompt(prompt_id: int, token_ids: Sequence[int] = (5, 6, 7), task: str 
 
 
 def make_score(value: float, outcome: str = "scored") -> Score:
-    return Score(value, outcome, "test:grader", "0", 0.0)  # type: ignore[arg-type]
+    return Score(value, outcome == "scored" and value >= 1, outcome, "test:grader", "0", 0.0)  # type: ignore[arg-type]
 
 
 def make_group(

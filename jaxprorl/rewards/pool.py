@@ -47,7 +47,7 @@ class GraderPoolError(GraderError):
 class _Job:
     key: Key
     prompt: Prompt
-    token_ids: np.ndarray
+    response: np.ndarray | str  # token ids, or text
     drop_last: bool
 
 
@@ -57,10 +57,12 @@ class GraderPool:
     Use: `submit` each completion as it ends (never blocks), then `collect` once per rollout.
 
     Args:
-        spec: the reward, "module:function" (see registry).
-        tokenizer_path: folder with `tokenizer.json`; the processes decode, with special tokens kept and the drawn stop id dropped.
+        spec: the reward, "module:function" or a weighted sum of such names (see registry).
+        tokenizer_path: folder with `tokenizer.json`; the processes decode, with special tokens kept and the drawn stop id dropped. None:
+            only texts are graded.
         workers: number of processes.
         timeout_s: seconds per completion; over it the process is killed and replaced and the completion is a `grader_error`.
+        solved_from: a completion is solved from this reward on, unless the reward itself says whether it is (see `graded`).
 
     Raises:
         RewardError: the reward cannot be used; raised here in the parent, before a process starts.
@@ -68,17 +70,24 @@ class GraderPool:
         ValueError: `workers` < 1 or `timeout_s` <= 0.
     """
 
-    def __init__(self, spec: str, tokenizer_path: str | os.PathLike[str], workers: int = 1, timeout_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        spec: str,
+        tokenizer_path: str | os.PathLike[str] | None,
+        workers: int = 1,
+        timeout_s: float = 5.0,
+        solved_from: float = 1.0,
+    ) -> None:
         if workers < 1:
             raise ValueError(f"grading.workers = {workers}: at least one grader process is needed")
         if not timeout_s > 0:
             raise ValueError(f"grading.timeout_s = {timeout_s}: must be over 0 seconds")
-        registry.load_reward(spec)
-        tokenizer_file = Path(tokenizer_path) / "tokenizer.json"
-        if not tokenizer_file.is_file():
+        registry.load_parts(spec)
+        tokenizer_file = None if tokenizer_path is None else Path(tokenizer_path) / "tokenizer.json"
+        if tokenizer_file is not None and not tokenizer_file.is_file():
             raise FileNotFoundError(f"no tokenizer for the graders: {tokenizer_file} does not exist")
-        self._spec, self._version = spec, registry.reward_version(spec)
-        self._tokenizer_file, self._workers, self._timeout_s = tokenizer_file, workers, timeout_s
+        self._spec, self._version, self._solved_from = spec, registry.reward_version(spec), solved_from
+        self._tokenizer_file, self._workers, self._timeout_s = str(tokenizer_file or ""), workers, timeout_s
         self._batch = _BATCH
         self._waiting: list[_Job] = []
         self._running: dict[Future, list[_Job]] = {}
@@ -112,9 +121,17 @@ class GraderPool:
                 self._set_error(key, f"not finished: {completion.finish_reason}", 0.0)
             else:
                 self._waiting.append(_Job(key, prompt, completion.token_ids, completion.finish_reason == "stop"))
-        while len(self._waiting) >= self._batch:
-            self._send(self._waiting[: self._batch])
-            del self._waiting[: self._batch]
+        self._send_full_batches()
+
+    def submit_text(self, prompt: Prompt, sample: int, text: str) -> None:
+        """Queues a completion that is there as text only. Errors as `submit`."""
+        self._live_pool()
+        key = (prompt.prompt_id, sample)
+        if key in self._keys:
+            raise ValueError(f"completion (prompt_id, sample) = {key} submitted twice")
+        self._keys.add(key)
+        self._waiting.append(_Job(key, prompt, text, False))
+        self._send_full_batches()
 
     def collect(self) -> dict[Key, Score]:
         """Blocks until everything submitted since the last `collect` is scored.
@@ -167,7 +184,7 @@ class GraderPool:
     def _new_pool(self) -> ProcessPool:
         # Spawned, since forking a process with JAX's threads can deadlock.
         # The kernel ties a worker to the thread that started it, so a pool is to be made in a thread that outlives it.
-        initargs = (self._spec, str(self._tokenizer_file), os.getpid())
+        initargs = (self._spec, self._solved_from, self._tokenizer_file, os.getpid())
         with _held_signals():
             _start_resource_tracker()
             pool = ProcessPool(self._workers, _RECYCLE_BATCHES, worker.start, initargs, _Context())
@@ -181,6 +198,11 @@ class GraderPool:
             raise RuntimeError("the grader pool is closed")
         return self._pool
 
+    def _send_full_batches(self) -> None:
+        while len(self._waiting) >= self._batch:
+            self._send(self._waiting[: self._batch])
+            del self._waiting[: self._batch]
+
     def _send_all(self, jobs: Sequence[_Job]) -> None:
         """Sends jobs in batches of like size, so that every worker has some."""
         if not jobs:
@@ -191,7 +213,7 @@ class GraderPool:
 
     def _send(self, jobs: Sequence[_Job]) -> None:
         prompts = {job.prompt.prompt_id: job.prompt for job in jobs}
-        rows = [worker.Row(job.prompt.prompt_id, job.token_ids, job.drop_last) for job in jobs]
+        rows = [worker.Row(job.prompt.prompt_id, job.response, job.drop_last) for job in jobs]
         # A batch hands back what it has after half the timeout; slow but lawful rewards thus never look like hanging ones.
         args = (prompts, rows, self._timeout_s / 2)
         try:
@@ -219,7 +241,9 @@ class GraderPool:
                 raise GraderPoolError(f"the grader process for reward = {self._spec!r} cannot start: {grades}")
             self._progress()
             for job, grade in zip(jobs, grades, strict=False):
-                self._scores[job.key] = Score(grade.value, grade.outcome, self._spec, self._version, grade.seconds, grade.detail)
+                self._scores[job.key] = Score(
+                    grade.value, grade.solved, grade.outcome, self._spec, self._version, grade.seconds, grade.detail
+                )  # fmt: skip
             if len(grades) < len(jobs):
                 self._batch = len(grades)
                 self._send_all(jobs[len(grades) :])
@@ -249,7 +273,7 @@ class GraderPool:
         self._proven, self._lost_pools = True, 0
 
     def _set_error(self, key: Key, detail: str, seconds: float) -> None:
-        self._scores[key] = Score(0.0, "grader_error", self._spec, self._version, seconds, detail)
+        self._scores[key] = Score(0.0, False, "grader_error", self._spec, self._version, seconds, detail)
 
 
 def error_share(scores: Iterable[Score]) -> float:

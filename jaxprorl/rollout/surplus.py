@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxprorl.rewards.graded import is_solved
 from jaxprorl.rollout.groups import has_signal
 from jaxprorl.types import Completion, Group, Prompt, Score
 
@@ -77,11 +78,17 @@ def decode(groups: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt]) -> li
         Group(
             by_id[group["prompt_id"]],
             tuple(_completion(fields) for fields in group["completions"]),
-            tuple(Score(**fields) for fields in group["scores"]),
+            tuple(_score(fields) for fields in group["scores"]),
         )
         for group in groups
         if group["prompt_id"] in by_id
     ]
+
+
+def _score(fields: Mapping[str, Any]) -> Score:
+    if "solved" not in fields:  # a checkpoint of before this field, when solved meant a reward of 1
+        fields = {**fields, "solved": fields["outcome"] == "scored" and is_solved(fields["value"], None, 1.0)}
+    return Score(**fields)
 
 
 def _completion(fields: Mapping[str, Any]) -> Completion:

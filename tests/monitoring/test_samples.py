@@ -11,7 +11,7 @@ def group() -> Group:
     prompt = Prompt(7, "arithmetic", np.array([1, 2], np.int32), "chain_sum", "9")
     first = Completion(7, 0, np.array([3, 4, 5], np.int32), np.zeros(3, np.float32), "stop", ((4, 0, 2), (5, 2, 3)))
     second = Completion(7, 1, np.array([], np.int32), np.zeros(0, np.float32), "aborted", ())
-    scores = (Score(1.0, "scored", "exact", "1", 0.01), Score(0.0, "grader_error", "exact", "1", 5.0, "timeout"))
+    scores = (Score(1.0, True, "scored", "exact", "1", 0.01), Score(0.0, False, "grader_error", "exact", "1", 5.0, "timeout"))
     return Group(prompt, (first, second), scores)
 
 

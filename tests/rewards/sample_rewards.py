@@ -52,10 +52,8 @@ def acts(text: str, prompt: Prompt) -> Any:
             sys.exit(3)
         case "nan":
             return float("nan")
-        case "high":
-            return 1.5
-        case "low":
-            return -0.1
+        case "huge":
+            return 10**400
         case "none":
             return None
         case "text":

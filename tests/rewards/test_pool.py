@@ -98,8 +98,7 @@ def test_unfinished_completions_are_not_graded(acts: GraderPool, tokenizer: Toke
         ("memory", "MemoryError"),
         ("exit", "SystemExit: 3"),
         ("nan", "returned nan"),
-        ("high", "returned 1.5"),
-        ("low", "returned -0.1"),
+        ("huge", "an int of 1329 bits"),
         ("none", "returned NoneType"),
         ("text", "returned str"),
         ("die", "exit code 7"),
@@ -334,7 +333,7 @@ def test_ctrl_c_ends_parent_and_workers_quietly(tmp_path: Path, tokenizer_path: 
 
 
 def test_error_share() -> None:
-    good, bad = Score(1.0, "scored", "g", "v", 0.0), Score(0.0, "grader_error", "g", "v", 0.0)
+    good, bad = Score(1.0, True, "scored", "g", "v", 0.0), Score(0.0, False, "grader_error", "g", "v", 0.0)
     assert error_share([]) == 0.0
     assert error_share([good, good, bad, good]) == 0.25
     assert error_share({1: bad}.values()) == 1.0

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxprorl.rewards.registry import RewardError, load_reward, prepare_reward, reward_version
+from jaxprorl.rewards.registry import RewardError, load_parts, prepare_reward, reward_version
 
 
 @pytest.fixture
@@ -20,12 +20,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_reward_beside_the_user(folder: Path) -> None:
     (folder / "mine_a.py").write_text("def score(text, prompt):\n    return 0.25\n")
-    assert load_reward("mine_a:score")("x", None) == 0.25
+    assert load_parts("mine_a:score")[0].function("x", None) == 0.25
 
 
 def test_shipped_rewards_load_without_reasoning_gym_or_jax() -> None:
     for spec in ("jaxprorl.rewards.puzzles:exact", "jaxprorl.rewards.puzzles:continuous", "jaxprorl.rewards.text:exact_match"):
-        assert load_reward(spec).__name__ == spec.split(":")[1]
+        assert load_parts(spec)[0].function.__name__ == spec.split(":")[1]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_shipped_rewards_load_without_reasoning_gym_or_jax() -> None:
 )
 def test_errors_name_field_value_and_remedy(folder: Path, spec: str, says: str) -> None:
     with pytest.raises(RewardError, match=says) as error:
-        load_reward(spec)
+        load_parts(spec)
     assert f"reward = {spec!r}" in str(error.value)
 
 
@@ -56,14 +56,14 @@ def test_import_error_is_quoted(folder: Path) -> None:
     (folder / "mine_b.py").write_text("import numpyy\n")
     (folder / "mine_c.py").write_text("def score(:\n")
     with pytest.raises(RewardError, match="numpyy"):
-        load_reward("mine_b:score")
+        load_parts("mine_b:score")
     with pytest.raises(RewardError, match="SyntaxError"):
-        load_reward("mine_c:score")
+        load_parts("mine_c:score")
 
 
 def test_user_file_does_not_shadow_a_library(folder: Path) -> None:
     (folder / "numpy.py").write_text("raise RuntimeError('shadowed')\n")
-    load_reward("jaxprorl.rewards.text:exact_match")
+    load_parts("jaxprorl.rewards.text:exact_match")
     assert sys.path[-1] == str(folder)
 
 

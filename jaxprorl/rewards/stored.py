@@ -1,0 +1,121 @@
+"""Functions that no module holds (lambdas, closures, a notebook's, partials, objects with `__call__`): files named by their content.
+
+A grader process, a resumed run and `launch/sample.py` load the same file. Its name holds a digest of its bytes and the Python version,
+whose bytecode they are. Modules that the function uses are not in the file: they must be importable.
+"""
+
+import hashlib
+import io
+import os
+import pickle
+import re
+import sys
+from collections import ChainMap
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType
+from typing import Any, ClassVar
+
+import cloudpickle
+from cloudpickle import cloudpickle as internals
+
+from jaxprorl.errors import RewardError
+
+_TAG = str(sys.implementation.cache_tag)  # e.g. cpython-313
+
+
+def store(reward: Callable[..., Any], folder: Path) -> Path:
+    """Writes a callable into `folder`, unless it is there already, and returns its file.
+
+    Raises:
+        RewardError: it holds something that cannot be stored.
+    """
+    name = re.sub(r"\W+", "_", getattr(reward, "__name__", type(reward).__name__)).strip("_") or "reward"
+    try:
+        content = _dumps(reward)
+    except Exception as error:  # whatever the user's objects raise
+        raise RewardError(
+            f"reward {name}: it cannot be stored for the grader processes ({type(error).__name__}: {error}); put the function into a "
+            "module of its own, or let it make what it needs when it is called"
+        ) from error
+    path = folder / f"{name}-{_digest(content)}.{_TAG}.pkl"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    return path
+
+
+def load(path: Path, spec: str) -> Any:
+    """The callable that `store` wrote. `spec` is the reward's text, for messages.
+
+    Raises:
+        RewardError: the file is missing, changed, of another Python version, or needs a module that cannot be imported.
+    """
+    begin = f"reward = {spec!r}: {path}"
+    remedy = "call train again with the function itself, or put it into a module of its own"
+    named = re.fullmatch(r".*-(?P<digest>[0-9a-f]{16})\.(?P<tag>[\w-]+)\.pkl", path.name)
+    if not named:
+        raise RewardError(f"{begin} is no name of a stored function; {remedy}")
+    if named["tag"] != _TAG:
+        raise RewardError(f"{begin} was stored by {named['tag']}, and this is {_TAG}; {remedy}")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise RewardError(f"{begin} cannot be read ({error.strerror}); {remedy}") from None
+    if _digest(content) != named["digest"]:
+        raise RewardError(f"{begin} was changed after it was stored; {remedy}")
+    try:
+        return pickle.loads(content)
+    except Exception as error:  # a module that is not importable here, or whatever its import raises
+        raise RewardError(f"{begin} cannot be loaded ({type(error).__name__}: {error}); {remedy}") from error
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+class _SortedConstant:
+    """A set among the constants of a function: its order differs between processes."""
+
+    def __init__(self, members: frozenset[Any]) -> None:
+        self._members = sorted(members, key=repr)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return frozenset, (self._members,)
+
+
+def _code(code: CodeType) -> Any:
+    """A code object without its place in the script, so that lines added above a function do not make it another reward."""
+    code = code.replace(co_firstlineno=1)
+    make, values = internals._code_reduce(code)
+    constants = tuple(_SortedConstant(each) if isinstance(each, frozenset) else each for each in code.co_consts)
+    return make, tuple(constants if value is code.co_consts else value for value in values)
+
+
+class _Pickler(cloudpickle.Pickler):
+    dispatch_table: ClassVar = ChainMap({CodeType: _code}, cloudpickle.Pickler.dispatch_table)
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) > 2:
+            reduced[2][0].pop("__firstlineno__", None)  # of a class, since Python 3.13; see `_code`
+        return reduced
+
+
+def _dumps(reward: Callable[..., Any]) -> bytes:
+    """The same bytes for the same callable in every process."""
+    file = io.BytesIO()
+    _Pickler(file).dump(reward)
+    content = file.getvalue()
+    # Classes of a script or notebook get random ids of 32 characters; ids of the content take their place.
+    found = [(content.find(identity.encode()), identity) for identity in internals._DYNAMIC_CLASS_TRACKER_BY_CLASS.values()]
+    identities = [identity.encode() for place, identity in sorted(found) if place >= 0]
+    for number, identity in enumerate(identities):
+        content = content.replace(identity, f"{number:032x}".encode())
+    digest = hashlib.sha256(content).hexdigest()
+    for number in range(len(identities)):
+        own = hashlib.sha256(f"{digest} {number}".encode()).hexdigest()[:32]
+        content = content.replace(f"{number:032x}".encode(), own.encode())
+    return content

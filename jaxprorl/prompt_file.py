@@ -1,4 +1,4 @@
-"""Questions that Python hands over, as a file like any other: so that resume, sample.py and the data's fingerprint need know nothing else."""
+"""Questions that Python hands over, as a file like any other: resume and sample.py know no difference."""
 
 import hashlib
 import json

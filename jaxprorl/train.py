@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,6 +39,7 @@ from jaxprorl.resets.stages import RESET, what_resets
 from jaxprorl.resets.triggers import Firing
 from jaxprorl.result import Result
 from jaxprorl.rewards.pool import error_share
+from jaxprorl.rewards.registry import reward_spec
 from jaxprorl.rollout import surplus
 from jaxprorl.rollout.collect import Rollout, RolloutBatch
 from jaxprorl.rollout.engine import exam_sampling
@@ -70,7 +71,7 @@ Signals = Interrupts | Preemption
 
 def train(
     config: ConfigDict,
-    reward: Reward | str | Mapping[Any, float] | None = None,
+    reward: Any = None,
     prompts: Iterable[Mapping[str, Any]] | None = None,
     *,
     own_process: bool = False,
@@ -82,7 +83,8 @@ def train(
 
     Args:
         config: is not changed.
-        reward: in place of `config.reward`; see `rewards.registry.reward_spec`.
+        reward: in place of `config.reward`: a function `(completion_text, prompt)`, its name, or several with weights; see
+            `rewards.registry.reward_spec`.
         prompts: questions in place of `config.data.source`, as dicts with the fields of a JSON line (data/jsonl.py).
         own_process: the process is a script's own: signals that come when there is nothing to save, or twice, end it (`preemption`).
             Otherwise they only ever raise, as soon as that is safe (`interrupts`).

@@ -248,6 +248,6 @@ def render(run_dir: str | os.PathLike[str]) -> str:
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Writes `report.html` into the run folder, whole or not at all; may be called on an unfinished run and again. Errors as `render`."""
-    path = RunFolder(Path(run_dir)).report
+    path = Path(run_dir) / "report.html"
     write_page(path, render(run_dir))
     return path

@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
-from multiprocessing import resource_tracker
+from multiprocessing import popen_spawn_posix, resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from types import TracebackType
@@ -322,8 +322,15 @@ class _Process(SpawnProcess):
     def start(self) -> None:
         with _held_signals(), _hidden_main():
             super().start()
-        popen = vars(self)["_popen"]  # pebble and multiprocessing stop processes by SIGTERM, which graders outlive
-        popen.terminate = popen.kill
+
+    @staticmethod
+    def _Popen(process: "_Process") -> "_Popen":  # noqa: N802 -- multiprocessing's name
+        return _Popen(process)
+
+
+class _Popen(popen_spawn_posix.Popen):
+    def terminate(self) -> None:
+        self.kill()  # pebble and multiprocessing stop processes by SIGTERM, which graders outlive
 
 
 class _Context(SpawnContext):

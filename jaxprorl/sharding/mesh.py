@@ -45,7 +45,11 @@ def run_devices(count: int) -> list[jax.Device]:
 
 
 def make_mesh(strategy: str, devices: list[jax.Device] | None = None, sizes: Mapping[str, int] | None = None) -> Mesh:
-    """A mesh over `devices`, all that there are when None; `sizes` by axis, see `strategies.mesh_sizes`. Neighbours in `devices` differ in the last axes first."""
+    """A mesh over `devices`, None = all that there are. Neighbours in `devices` differ in the last axes first.
+
+    Args:
+        sizes: by axis, see `strategies.mesh_sizes`.
+    """
     devices = jax.devices() if devices is None else devices
     shape = mesh_sizes(strategy, sizes or {}, len(devices))
     return Mesh(np.array(devices).reshape([shape[axis] for axis in AXES]), AXES, axis_types=(AxisType.Auto,) * len(AXES))

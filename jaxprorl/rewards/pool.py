@@ -19,7 +19,7 @@ from multiprocessing import popen_spawn_posix, resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
@@ -324,8 +324,8 @@ class _Process(SpawnProcess):
             super().start()
 
     @staticmethod
-    def _Popen(process: "_Process") -> "_Popen":  # noqa: N802 -- multiprocessing's name
-        return _Popen(process)
+    def _Popen(process_obj: Any) -> "_Popen":
+        return _Popen(process_obj)
 
 
 class _Popen(popen_spawn_posix.Popen):

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.synchronize import SemLock
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from jaxprorl.errors import ConfigError, DataError, GraderError, UserError
 from jaxprorl.interrupts import Interrupted
 from jaxprorl.monitoring.alarms import AlarmError, Paused
 from jaxprorl.preemption import EXIT_STATUS, Preempted
+from jaxprorl.rollout import segments
 from jaxprorl.run_lock import RunLock
 from jaxprorl.train import train
 
@@ -90,7 +92,6 @@ def found() -> dict[str, Any]:
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "descriptors": descriptors(),
         "children": sorted(child.pid for child in me.children(recursive=True)),
-        "shared memory": sorted(os.listdir("/dev/shm")),
         "sys.path": list(sys.path),
         "environment": dict(os.environ),
         "current folder": os.getcwd(),
@@ -100,6 +101,21 @@ def found() -> dict[str, Any]:
         "hooks": (sys.excepthook, threading.excepthook, sys.unraisablehook, sys.displayhook, sys.stdout, sys.stderr),
         "main": sys.modules["__main__"].__spec__,
     }
+
+
+@pytest.fixture
+def semaphores(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Files in shared memory of those that this process makes from now on."""
+    made: list[Path] = []
+    make_name = SemLock._make_name
+
+    def noted() -> str:
+        name = make_name()
+        made.append(segments.SHARED_MEMORY / f"sem.{name.removeprefix('/')}")
+        return name
+
+    monkeypatch.setattr(SemLock, "_make_name", staticmethod(noted))
+    return made
 
 
 def descriptors() -> dict[str, str]:
@@ -168,8 +184,8 @@ WAYS: dict[str, tuple[dict[str, Any], Any, type[BaseException] | None, tuple[sig
     "its end": ({}, None, None, (), NEVER),
     "a bad config": ({"batch__prompts": 10_000, "batch__refill_prompts": 10_000}, None, ConfigError, (), NEVER),
     "graders that fail": ({}, broken, GraderError, (), NEVER),
-    "an alarm that pauses": ({"alarms__entropy_collapse__action": "pause", "alarms__entropy_collapse__floor": 99.0}, None, Paused, (), NEVER),
-    "an alarm that stops": ({"alarms__entropy_collapse__action": "stop", "alarms__entropy_collapse__floor": 99.0}, None, AlarmError, (), NEVER),
+    "an alarm that pauses": ({"alarms__unique_tokens__action": "pause", "alarms__unique_tokens__below": 1.1}, None, Paused, (), NEVER),
+    "an alarm that stops": ({"alarms__unique_tokens__action": "stop", "alarms__unique_tokens__below": 1.1}, None, AlarmError, (), NEVER),
     "a fault in a traced step": ({"profile_steps": (2,)}, None, ZeroDivisionError, (), NEVER),
     "ctrl-c in the loop": ({"steps": 1000}, None, Interrupted, (signal.SIGINT,), in_the_loop),
     "ctrl-c twice in the loop": ({"steps": 1000}, slow, Interrupted, (signal.SIGINT, signal.SIGINT), in_the_loop),
@@ -182,7 +198,9 @@ WAYS: dict[str, tuple[dict[str, Any], Any, type[BaseException] | None, tuple[sig
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_whichever_way_it_is_left_the_process_is_as_it_was(way: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whichever_way_it_is_left_the_process_is_as_it_was(
+    way: str, place: Path, semaphores: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     changes, reward, error, numbers, moment = WAYS[way]
     if error is ZeroDivisionError:
         monkeypatch.setattr(training, "validate_policy", faulty)
@@ -198,6 +216,9 @@ def test_whichever_way_it_is_left_the_process_is_as_it_was(way: str, place: Path
     for name, value in before.items():
         assert after[name] == value, name
     assert given.to_dict() == stated
+    assert not [path for path in semaphores if path.exists()]
+    assert not list(segments.SHARED_MEMORY.glob(f"{segments.run_prefix(Path('runs/tiny'))}*"))
+    assert semaphores or error is ConfigError
     if Path("runs/tiny").exists():
         with RunLock(Path("runs/tiny")) as lock:
             assert lock.stale_owner is None, "released in order"
@@ -340,28 +361,29 @@ def test_a_script_that_does_not_catch_it_leaves_with_75_after_sigterm(place: Pat
     assert list((place / "runs/tiny/checkpoints").glob("*.commit.json"))
 
 
-DEVICES = {
-    "after a JAX call with one device": (
-        "import jax.numpy as jnp; jnp.ones(3).sum()\nconfig.mesh.cpu_devices = 2",
-        "mesh.cpu_devices = 2: JAX was used in this process before, and has 1 CPU device from then on",
-    ),
-    "after a JAX call, one is enough": ("import jax.numpy as jnp; jnp.ones(3).sum()\nconfig.mesh.cpu_devices = 1", 1),
-    "after a JAX call, by rule": ("import jax.numpy as jnp; jnp.ones(3).sum()\nconfig.mesh.cpu_devices = 0", 1),
-    "more than needed": (
-        "import jax; jax.config.update('jax_num_cpu_devices', 4)\nimport jax.numpy as jnp; jnp.ones(3).sum()\nconfig.mesh.cpu_devices = 2",
+USED = "import jax, jax.numpy as jnp; jnp.ones(3).sum()"
+FOUR = "import jax; jax.config.update('jax_num_cpu_devices', 4)"
+# What the program does before it trains, with how many devices, and what then comes: an error, or so many.
+DEVICES: dict[str, tuple[str, int, str | int]] = {
+    "after a JAX call with one device": (USED, 2, "mesh.cpu_devices = 2: JAX was used in this process before, and has 1 CPU device from"),
+    "after a JAX call, one is enough": (USED, 1, 1),
+    "after a JAX call, by rule": (USED, 0, 1),
+    "more than needed": (f"{FOUR}\n{USED}", 2, 2),
+    "asked for, and not used yet": (FOUR, 2, 2),
+    "a smaller run before": (
+        "config.run_name, config.mesh.cpu_devices = 'first', 1\ntrain(config)",
         2,
+        "and has 1 CPU device from then on",
     ),
-    "asked for, and not used yet": ("import jax; jax.config.update('jax_num_cpu_devices', 4)\nconfig.mesh.cpu_devices = 2", 2),
-    "a smaller run before": ("config.run_name, config.mesh.cpu_devices = 'first', 1\ntrain(config)\nconfig.run_name, config.mesh.cpu_devices = 'tiny', 2", "and has 1 CPU device from then on"),
-    "a larger run before": ("config.run_name, config.mesh.cpu_devices = 'first', 2\ntrain(config)\nconfig.run_name, config.mesh.cpu_devices = 'tiny', 1", 1),
-    "a run of another cache before": ("config.run_name, config.cache_dir = 'first', 'other_cache'\nconfig.warmstart.skill_updates = config.warmstart.max_skill_updates = 50\ntrain(config)\nconfig.run_name, config.cache_dir = 'tiny', '.cache'", 2),
-}  # fmt: skip
+    "a larger run before": ("config.run_name, config.mesh.cpu_devices = 'first', 2\ntrain(config)", 1, 1),
+    "a run of another cache before": ("config.run_name, config.cache_dir = 'first', 'other'\ntrain(config)", 2, 2),
+}
 
 
 @pytest.mark.parametrize("case", DEVICES)
 def test_where_jax_was_used_before_the_run_takes_what_there_is_or_says_what_it_needs(case: str, place: Path) -> None:
-    before, outcome = DEVICES[case]
-    text = f"{before}\nfrom jaxprorl.errors import UserError\n"
+    before, devices, outcome = DEVICES[case]
+    text = f"{before}\nconfig.run_name, config.cache_dir, config.mesh.cpu_devices = 'tiny', '.cache', {devices}\nfrom jaxprorl.errors import UserError\n"
     text += "try:\n    train(config)\nexcept UserError as error:\n    print('error:', error)\n"
     done = program(text, place)
     assert done.returncode == 0, done.stderr
@@ -385,7 +407,7 @@ def test_questions_may_be_a_list_of_dicts(place: Path) -> None:
     assert set(first.summary["before"]["per_task"]) == {"sums"}
     second = train(config(steps=2), prompts=iter(QUESTIONS))
     assert second.summary["steps"] == 2, "the same questions: it goes on"
-    with pytest.raises(ConfigError, match="data.source was 'jsonl:"):
+    with pytest.raises(ConfigError, match=r"data\.source was 'jsonl:"):
         train(config(steps=3), prompts=QUESTIONS[:-1])
     sampled = subprocess.run(
         [sys.executable, str(tiny_run.ROOT / "launch/sample.py"), "--run", str(second.folder), "--prompts", "1", "--samples", "1"],

@@ -383,7 +383,8 @@ DEVICES: dict[str, tuple[str, int, str | int]] = {
 @pytest.mark.parametrize("case", DEVICES)
 def test_where_jax_was_used_before_the_run_takes_what_there_is_or_says_what_it_needs(case: str, place: Path) -> None:
     before, devices, outcome = DEVICES[case]
-    text = f"{before}\nconfig.run_name, config.cache_dir, config.mesh.cpu_devices = 'tiny', '.cache', {devices}\nfrom jaxprorl.errors import UserError\n"
+    text = f"from jaxprorl.errors import UserError\n{before}\n"
+    text += f"config.run_name, config.cache_dir, config.mesh.cpu_devices = 'tiny', '.cache', {devices}\n"
     text += "try:\n    train(config)\nexcept UserError as error:\n    print('error:', error)\n"
     done = program(text, place)
     assert done.returncode == 0, done.stderr

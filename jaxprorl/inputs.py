@@ -1,6 +1,7 @@
 """What a run is given, read and checked before it has a folder or touches a device: its questions, and where its start model is."""
 
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -9,7 +10,19 @@ from jaxprorl.data.splits import Items, load_items
 from jaxprorl.errors import ConfigError
 from jaxprorl.models import hf
 from jaxprorl.recipe import stage_configs
+from jaxprorl.rewards.registry import reward_spec
 from jaxprorl.run_folder import RunFolder
+
+
+def with_arguments(config: ConfigDict, reward: Any, questions: Path | None) -> ConfigDict:
+    """A copy of the config with what `train` was given beside it."""
+    config = config.copy_and_resolve_references()
+    with config.unlocked():
+        if reward is not None:
+            config.reward = reward_spec(reward, Path(config.cache_dir) / "rewards")
+        if questions is not None:
+            config.data.source = f"jsonl:{questions}"
+    return config
 
 
 def read_inputs(config: ConfigDict) -> Items:

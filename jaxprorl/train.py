@@ -26,28 +26,26 @@ from jaxprorl.evaluation.harness import evaluate, first_per_task
 from jaxprorl.evaluation.report import write_report
 from jaxprorl.evaluation.summary import build_summary, peak_memory_bytes, write_summary
 from jaxprorl.export import write_model
-from jaxprorl.inputs import read_inputs
+from jaxprorl.inputs import read_inputs, with_arguments
 from jaxprorl.interrupts import Interrupts
 from jaxprorl.monitoring.alarms import AlarmError, Paused
 from jaxprorl.monitoring.profile import end_trace, start_trace, stop_trace
 from jaxprorl.preemption import Preemption
 from jaxprorl.prompt_file import told_by_index, write_prompts
-from jaxprorl.resets.commands import Command, take_command
+from jaxprorl.resets.commands import Command
 from jaxprorl.resets.controller import gauges
-from jaxprorl.resets.optimizer import what_is_reset
-from jaxprorl.resets.stages import RESET, what_resets
 from jaxprorl.resets.triggers import Firing
 from jaxprorl.result import Result
 from jaxprorl.rewards.pool import error_share
-from jaxprorl.rewards.registry import reward_spec
 from jaxprorl.rollout import surplus
 from jaxprorl.rollout.collect import Rollout, RolloutBatch
 from jaxprorl.rollout.engine import exam_sampling
-from jaxprorl.rollout.metrics import rollout_metrics, tokens_of
+from jaxprorl.rollout.metrics import rollout_metrics
 from jaxprorl.run_folder import RunFolder, as_begun, has_begun, open_run, what_comes_next
 from jaxprorl.sharding.mesh import cpu_devices_there, set_cpu_devices
 from jaxprorl.start import Training, evaluate_held_out, start
 from jaxprorl.state import RunState, TrainState
+from jaxprorl.transitions import advance, begin_stage, look_ahead, reset_if_due
 from jaxprorl.types import Group
 from jaxprorl.update import Metrics, host_metrics, skipped_in_a_row
 
@@ -111,17 +109,6 @@ def train(
         next_one = partial(what_comes_next, folder)
         with Preemption(config.checkpoint.save_within_s, next_one) if own_process else Interrupts(next_one) as signals:
             return Result(run(config, folder, signals, started_s), folder.path.absolute())
-
-
-def with_arguments(config: ConfigDict, reward: Any, questions: Path | None) -> ConfigDict:
-    """A copy of the config with what `train` was given beside it."""
-    config = config.copy_and_resolve_references()
-    with config.unlocked():
-        if reward is not None:
-            config.reward = reward_spec(reward, Path(config.cache_dir) / "rewards")
-        if questions is not None:
-            config.data.source = f"jsonl:{questions}"
-    return config.lock()
 
 
 def run(config: ConfigDict, folder: RunFolder, signals: Signals, started_s: float) -> dict[str, Any]:
@@ -195,76 +182,6 @@ def run_stage(training: Training, signals: Signals) -> None:
         run, done.command = look_ahead(training, run, done.validation)
     training.state, training.surplus = state, left
     training.run = record(training, done, state, run, left, leaving=True)
-
-
-def look_ahead(training: Training, run: RunState, validation: Mapping[str, float]) -> tuple[RunState, Command | None]:
-    """What is known before the next rollout begins: whether the stage ends here, and what a person asks for."""
-    observe = partial(watching.observe_stage, training.setting.rules, training.watch, run.stage_step, run.step, validation)
-    training.watch, command = observe(), None
-    run = stages_counted(training, run)
-    if training.config.resets.manual and not is_over(training.config, run):  # after the last step it goes on waiting
-        command = take_command(training.folder.path, run.step, training.recorder.progress.note)
-    if command and command.kind == "next_stage":
-        training.watch = observe(command.reason)
-        run = stages_counted(training, run)
-    return run, command
-
-
-def stages_counted(training: Training, run: RunState) -> RunState:
-    """`run` with the stage under way counted among those that have ended, if it has."""
-    return replace(run, stages_ended=run.stage + bool(training.watch.stage.ending))
-
-
-def begin_stage(training: Training) -> None:
-    """Goes on to the next stage. What ended the last one is in the checkpoint of that moment, which holds the state before all this."""
-    run, ending, recorder = training.run, training.watch.stage.ending, training.recorder
-    before, setting = training.setting, training.settings[run.stage + 1]
-    stage = setting.stage
-    assert ending and stage
-    left = surplus.usable(training.surplus, setting.config, setting.prompts, run.policy_version, before.config.rollout.temperature)
-    dropped = [group for group in training.surplus if all(group is not kept for kept in left)]
-    told = {"number": run.stage + 2, "name": stage.name, "changes": dict(stage.changes), "reason": ending.reason}
-    told["micro_batch_rows"] = setting.config.batch.micro_batch_rows
-    recorder.event(run.step, "stage", **told, surplus_dropped=len(dropped), tokens_wasted=tokens_of(dropped))
-    recorder.progress.note(f"step {run.step}: stage {stage.name} ({ending.reason})")
-    own = Firing(run.step, RESET, ending.reads, f"stage {stage.name}", {"ended_by": ending.trigger} | dict(ending.statistics))
-    training.watch = watching.begin_stage(
-        setting.rules, training.watch, bool(stage.changes), own if stage.resets else None, stage.reset_reference
-    )
-    training.run = replace(run, stage=run.stage + 1, stage_step=run.step, stage_prompts=run.prompts_consumed)
-    training.setting, training.surplus = setting, left
-
-
-def reset_if_due(training: Training, step: int, state: TrainState, run: RunState) -> tuple[TrainState, RunState]:
-    """Does the reset that was decided on after the step before, if any; it is in the checkpoint of that moment too."""
-    decision = training.watch.control.due(step)
-    if decision is None:
-        return state, run
-    setting, config, firing, recorder = training.setting, training.config, decision.firing, training.recorder
-    reference, optimizer = what_resets(decision, config, setting.stage)
-    state = setting.compiled.reset(state, (reference, optimizer))
-    recorder.event(
-        step, "reset", reference=reference, optimizer=optimizer, reason=firing.reason, trigger=firing.trigger, statistics=firing.statistics,
-        signals=firing.reads, blind=setting.rules.blind, also=decision.also, before=decision.before,
-    )  # fmt: skip
-    recorder.progress.note(f"step {step}: reset of {what_is_reset(reference, optimizer)} ({firing.reason})")
-    return state, replace(run, resets=run.resets + 1, reference_step=step if reference else run.reference_step)
-
-
-def advance(config: ConfigDict, run: RunState, batch: RolloutBatch) -> RunState:
-    """The bookkeeping after one rollout batch and its updates."""
-    at_cap = len(batch.trained) < config.batch.prompts
-    tokens = sum(len(completion.token_ids) for group in batch.groups for completion in group.completions)
-    return replace(
-        run,
-        step=run.step + 1,
-        prompts_consumed=run.prompts_consumed + batch.positions,
-        policy_version=run.policy_version + 1,
-        completion_tokens=run.completion_tokens + tokens,
-        updates=run.updates + min(len(batch.trained), config.batch.updates),  # a group is never divided
-        rollout_s=run.rollout_s + batch.rollout_s,
-        cap_steps=run.cap_steps + 1 if at_cap else 0,
-    )
 
 
 def record(training: Training, done: Step | None, state: TrainState, run: RunState, left: list[Group], leaving: bool = False) -> RunState:

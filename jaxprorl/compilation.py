@@ -61,6 +61,7 @@ def use_compilation_cache(folder: str | Path) -> list[str]:
         told = [f"{folder.parent}: removed the torn cache entry {name}; it is compiled again" for name in remove_torn_entries(folder)]
     elif not folder.is_dir():
         return told  # JAX would try to make it
+    compilation_cache.reset_cache()  # else it stays as it was at the first program that this process compiled
     jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))
     if reason:  # a warning for every entry that cannot be written would hide the rest
         warnings.filterwarnings("ignore", message="Error writing persistent compilation cache entry")

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxprorl.batch import batch_shapes, per_sample_shape
+from jaxprorl.interrupts import safe_point
 from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import Qwen2Config, build
 from jaxprorl.monitoring.recorder import Recorder
@@ -88,6 +89,7 @@ def compile_all(
             parts.setdefault(("reset", what), (name, partial(compile_reset, reset_config(plan.config, what), state, shardings)))
     made: dict[tuple[Any, ...], Any] = {}
     for number, (part, (name, make)) in enumerate(parts.items()):
+        safe_point()
         recorder.progress.phase("compiling", number, len(parts), part=name)
         started_s = time.perf_counter()
         made[part] = make()

@@ -17,11 +17,23 @@ from jaxprorl.errors import ConfigError
 from jaxprorl.models import hf
 from jaxprorl.monitoring import jsonl
 from jaxprorl.recipe import stage_configs
+from jaxprorl.rewards.registry import reward_spec
 from jaxprorl.rewards.trial import try_rewards
 from jaxprorl.run_folder import RunFolder
 from jaxprorl.types import Prompt
 
 ROWS_IN_EVENT = 20
+
+
+def with_arguments(config: ConfigDict, reward: Any, questions: Path | None) -> ConfigDict:
+    """A copy of the config with what `train` was given beside it."""
+    config = config.copy_and_resolve_references()
+    with config.unlocked():
+        if reward is not None:
+            config.reward = reward_spec(reward, Path(config.cache_dir) / "rewards")
+        if questions is not None:
+            config.data.source = f"jsonl:{questions}"
+    return config
 
 
 def read_inputs(config: ConfigDict) -> Items:

@@ -85,14 +85,14 @@ class RunFolder:
         return self.path / "evaluation_before.json"
 
     @property
-    def report(self) -> Path:
-        """Derived from the other files, for people."""
-        return self.path / "report.html"
-
-    @property
     def summary(self) -> Path:
         """What a finished run reached."""
         return self.path / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        """The same for people, with curves."""
+        return self.path / "report.html"
 
 
 def read_config(run: Path) -> ConfigDict:
@@ -178,10 +178,11 @@ def check_config(config: ConfigDict, folder: RunFolder) -> None:
         check_exam_limit(folder, ConfigDict(stored), config)
 
 
-def as_begun(config: ConfigDict, folder: RunFolder) -> ConfigDict:
+def as_begun(config: ConfigDict, folder: RunFolder, most: int | None = None) -> ConfigDict:
     """The config with `mesh.cpu_devices` chosen, if it is 0: as the run in the folder has it, on whatever machine; else by rule.
 
-    A run whose mesh is otherwise another one decides nothing, nor does one where `checkpoint.accept` names the field.
+    A run whose mesh is otherwise another one decides nothing, nor does one where `checkpoint.accept` names the field. `most`: of
+    `with_cpu_devices`.
     """
     anew = config.on_existing == "replace" or "mesh.cpu_devices" in accepted(config)
     if not config.mesh.cpu_devices and not anew and has_begun(folder):
@@ -189,7 +190,7 @@ def as_begun(config: ConfigDict, folder: RunFolder) -> ConfigDict:
         if isinstance(stored, dict) and config.mesh.to_dict() | {"cpu_devices": stored.get("cpu_devices")} == stored:
             devices = stored["cpu_devices"]
             return with_cpu_devices(config, devices if type(devices) is int else 0)
-    return with_cpu_devices(config)
+    return with_cpu_devices(config, most=most)
 
 
 def has_begun(folder: RunFolder) -> bool:

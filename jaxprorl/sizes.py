@@ -20,8 +20,8 @@ MAX_CPU_DEVICES = 8  # a choice: two were measured, on two cores
 MICRO_BATCH_TOKENS = {"cpu": 1536, "gpu": 8192, "tpu": 8192}
 
 
-def with_cpu_devices(config: ConfigDict, devices: int = 0) -> ConfigDict:
-    """The config with `mesh.cpu_devices` chosen, where it is 0: `devices`, or if that is 0 too, by rule.
+def with_cpu_devices(config: ConfigDict, devices: int = 0, most: int | None = None) -> ConfigDict:
+    """The config with `mesh.cpu_devices` chosen, where it is 0: `devices`, or if that is 0 too, by rule, but not more than `most`.
 
     The rule: as many as the sizes of `config.mesh` ask for; without any, one where the strategy would split parameters by them, else the
     largest power of two that the process has cores for and that divides what devices share: `rollout.slots` and `batch.micro_batch_rows` of
@@ -29,15 +29,15 @@ def with_cpu_devices(config: ConfigDict, devices: int = 0) -> ConfigDict:
     """
     if config.mesh.cpu_devices:
         return config
-    return _changed(config, "mesh", cpu_devices=devices or _devices_by_rule(config))
+    return _changed(config, "mesh", cpu_devices=devices or _devices_by_rule(config, MAX_CPU_DEVICES if most is None else most))
 
 
-def _devices_by_rule(config: ConfigDict) -> int:
+def _devices_by_rule(config: ConfigDict, most: int) -> int:
     asked, strategy = math.prod(max(1, config.mesh[axis]) for axis in AXES), STRATEGIES.get(config.mesh.strategy)
     if strategy is None or asked > 1 or config.mesh[strategy.fills] or strategy.fills not in BATCH_AXES:
         return asked
     shared, devices = math.gcd(*_shared(config)), 1
-    while 2 * devices <= min(usable_cores(), MAX_CPU_DEVICES) and shared % (2 * devices) == 0:
+    while 2 * devices <= min(usable_cores(), MAX_CPU_DEVICES, most) and shared % (2 * devices) == 0:
         devices *= 2
     return devices
 

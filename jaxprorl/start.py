@@ -51,7 +51,7 @@ from jaxprorl.rollout.engine import Engine, Sampling, exam_sampling, merge_swaps
 from jaxprorl.rollout.engines import make_engine
 from jaxprorl.run_folder import RunFolder, accepted
 from jaxprorl.setting import Setting, make_settings
-from jaxprorl.sharding.mesh import make_mesh, set_cpu_devices
+from jaxprorl.sharding.mesh import make_mesh, run_devices, set_cpu_devices
 from jaxprorl.sizes import with_cpu_devices, with_micro_batch_rows
 from jaxprorl.state import RunState, TrainState, abstract_state, start_state, state_shardings
 from jaxprorl.types import Group, Prompt
@@ -277,13 +277,14 @@ def read_start_params(base: Path, model_config: Qwen2Config, shardings: dict[str
 
 
 def prepare_devices(config: ConfigDict) -> Mesh:
-    """The mesh, with host devices and the compilation cache set up; before anything else touches JAX."""
-    set_cpu_devices(with_cpu_devices(config).mesh.cpu_devices)
+    """The mesh, with host devices and the compilation cache set up."""
+    count = with_cpu_devices(config).mesh.cpu_devices
+    set_cpu_devices(count)
     for line in use_compilation_cache(Path(config.cache_dir) / "xla"):
         streams.say(line)
     sizes = {"data": config.mesh.data, "fsdp": config.mesh.fsdp, "tensor": config.mesh.tensor, "context": config.mesh.context}
     try:
-        return make_mesh(config.mesh.strategy, sizes=sizes)
+        return make_mesh(config.mesh.strategy, run_devices(count), sizes)
     except ValueError as error:
         raise ConfigError(f"mesh.{error}") from None
 
@@ -383,7 +384,7 @@ def params_digest(params: Params) -> str:
 
 def sizes_of(training: Training) -> dict[str, int]:
     """What the order of sums, and with it the last bits of all numbers, depends on."""
-    return {"devices": len(jax.devices()), "micro_batch_rows": training.config.batch.micro_batch_rows}
+    return {"devices": training.mesh.size, "micro_batch_rows": training.config.batch.micro_batch_rows}
 
 
 def warn_of_other_sizes(training: Training) -> None:

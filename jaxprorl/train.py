@@ -1,8 +1,8 @@
-"""The main job: train(config)."""
+"""The main job: train(config), from Python and from launch/train.py."""
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ from jaxprorl import storage, streams
 from jaxprorl import watch as watching
 from jaxprorl.batch import batch_advantages, host_batch, packing_metrics, placed
 from jaxprorl.budget import is_over, spent
+from jaxprorl.caller import left_as_found
 from jaxprorl.checkpoint import Host, read_host
 from jaxprorl.commit import committed_steps
 from jaxprorl.compilation import no_compilation
@@ -27,25 +28,28 @@ from jaxprorl.evaluation.report import write_report
 from jaxprorl.evaluation.summary import build_summary, peak_memory_bytes, write_summary
 from jaxprorl.export import write_model
 from jaxprorl.grading import check_graders
-from jaxprorl.inputs import read_inputs
+from jaxprorl.inputs import read_inputs, with_arguments
+from jaxprorl.interrupts import Interrupts
 from jaxprorl.monitoring.alarms import AlarmError, Paused
-from jaxprorl.monitoring.profile import start_trace, stop_trace
+from jaxprorl.monitoring.profile import end_trace, start_trace, stop_trace
 from jaxprorl.monitoring.views import Views, warning
 from jaxprorl.preemption import Preemption
 from jaxprorl.preview import check_start
-from jaxprorl.resets.commands import Command, take_command
+from jaxprorl.prompt_file import told_by_index, write_prompts
+from jaxprorl.resets.commands import Command
 from jaxprorl.resets.controller import gauges
-from jaxprorl.resets.optimizer import what_is_reset
-from jaxprorl.resets.stages import RESET, what_resets
 from jaxprorl.resets.triggers import Firing
+from jaxprorl.result import Result
 from jaxprorl.rollout import surplus
 from jaxprorl.rollout.collect import Rollout, RolloutBatch
 from jaxprorl.rollout.engine import exam_sampling
-from jaxprorl.rollout.metrics import rollout_metrics, tokens_of
+from jaxprorl.rollout.metrics import rollout_metrics
 from jaxprorl.run_folder import RunFolder, as_begun, check_config, has_begun, open_run, what_comes_next
 from jaxprorl.schema import checked
+from jaxprorl.sharding.mesh import cpu_devices_there, set_cpu_devices
 from jaxprorl.start import Training, check_cache, evaluate_held_out, start
 from jaxprorl.state import RunState, TrainState
+from jaxprorl.transitions import advance, begin_stage, look_ahead, reset_if_due
 from jaxprorl.types import Group
 from jaxprorl.update import Metrics, host_metrics, skipped_in_a_row
 
@@ -64,11 +68,28 @@ class Step:
     command: Command | None = None
 
 
-def train(config: ConfigDict) -> dict[str, Any]:
+Signals = Interrupts | Preemption
+
+
+def train(
+    config: ConfigDict,
+    reward: Any = None,
+    prompts: Iterable[Mapping[str, Any]] | None = None,
+    *,
+    own_process: bool = False,
+) -> Result:
     """Runs, or goes on with, the RL training that `config` describes.
 
-    Returns:
-        The content of `summary.json`.
+    Whichever way it is left, workers, threads, locks and shared memory are gone, and signal handlers, `sys.path` and JAX's settings are the
+    caller's again. JAX's devices stay as they are from their first use on.
+
+    Args:
+        config: is not changed.
+        reward: in place of `config.reward`: a function `(completion_text, prompt)`, its name, or several with weights; see
+            `rewards.registry.reward_spec`.
+        prompts: questions in place of `config.data.source`, as dicts with the fields of a JSON line (data/jsonl.py).
+        own_process: the process is a script's own: signals that come when there is nothing to save, or twice, end it (`preemption`).
+            Otherwise they only ever raise, as soon as that is safe (`interrupts`).
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: bad input, before long work starts.
@@ -78,20 +99,31 @@ def train(config: ConfigDict) -> dict[str, Any]:
         GraderError: `grading.max_error_share` was exceeded.
         NonFiniteError: `optimizer.max_skipped_updates` updates in a row had a gradient or a change that is not finite.
         AlarmError: an alarm with the action "stop" rings; the run is saved.
-        Paused: one with the action "pause" rings; the run is saved (a SystemExit with `preemption.EXIT_STATUS`).
-        Preempted: SIGTERM or SIGUSR1 came in the loop; the run is saved (a SystemExit with `preemption.EXIT_STATUS`). Anywhere else they
-            end the process, as Ctrl-C does everywhere.
+        Paused: one with the action "pause" rings; the run is saved.
+        Interrupted: Ctrl-C came; what there was to save is saved. A KeyboardInterrupt.
+        Preempted: SIGTERM or SIGUSR1 came; what there was to save is saved. A SystemExit with `preemption.EXIT_STATUS`.
     """
     started_s = time.perf_counter()
     config = checked(config)
+    questions = None if prompts is None else write_prompts(prompts, Path(config.cache_dir) / "prompts")
+    config = with_arguments(config, reward, questions)
     folder = RunFolder(Path(config.runs_dir) / config.run_name)
-    config = as_begun(config, folder)
-    validate(config)
-    if reason := storage.unwritable(folder.path):
-        return read_only(config, folder, reason)
-    check_cache(config, folder)
-    # The stack is the inner one: it closes (and waits for the last save) while signals and the time limit still count.
-    with Preemption(config.checkpoint.save_within_s, partial(what_comes_next, folder)) as preemption, ExitStack() as stack:
+    with left_as_found(), told_by_index(questions):
+        config = as_begun(config, folder, cpu_devices_there())
+        validate(config)
+        if reason := storage.unwritable(folder.path):
+            return Result(read_only(config, folder, reason), folder.path.absolute())
+        check_cache(config, folder)
+        set_cpu_devices(config.mesh.cpu_devices)
+        next_one = partial(what_comes_next, folder)
+        with Preemption(config.checkpoint.save_within_s, next_one) if own_process else Interrupts(next_one) as signals:
+            return Result(run(config, folder, signals, started_s), folder.path.absolute())
+
+
+def run(config: ConfigDict, folder: RunFolder, signals: Signals, started_s: float) -> dict[str, Any]:
+    """The run from its folder to its summary, which it returns."""
+    # The stack is inside of `signals`: it closes (and waits for the last save) while they and the time limit still count.
+    with ExitStack() as stack:
         # Of a run that is new: refused, it leaves no folder behind, and moves none aside.
         new = config.on_existing == "replace" or not has_begun(folder)
         items = read_inputs(config) if new else None
@@ -100,34 +132,36 @@ def train(config: ConfigDict) -> dict[str, Any]:
         summary = finished(config, folder)
         if summary:
             return summary
+        stack.callback(end_trace)
         training = start(config, folder, stack, items, mesh)
-        preemption.saving = training.checkpoints.saving
-        with no_compilation(), preemption.guarded():
-            loop(training, preemption)
+        if isinstance(signals, Preemption):
+            signals.saving = training.checkpoints.saving
+        with no_compilation(), signals.guarded():
+            loop(training, signals)
         return finish(config, training, started_s)
 
 
-def loop(training: Training, preemption: Preemption) -> None:
+def loop(training: Training, signals: Signals) -> None:
     """The stages of a run (docs/stages.md), one after the other, until it `is_over`; without stages it is one."""
     training.recorded_s = time.perf_counter()
     while not is_over(training.config, training.run):
         if training.watch.stage.ending:
             begin_stage(training)
-        run_stage(training, preemption)
-        if preemption.requested:
+        run_stage(training, signals)
+        if signals.requested:
             break
-    if preemption.requested:  # after the checkpoint: a resumed run's log continues as if nothing had happened
+    if signals.requested:  # after the checkpoint: a resumed run's log continues as if nothing had happened
         step, recorder = training.run.step, training.recorder
-        recorder.event(step, "interrupted", signal=preemption.requested)
-        recorder.progress.note(f"{preemption.requested}: saved after step {step}; the same command goes on from there")
+        recorder.event(step, "interrupted", signal=signals.requested)
+        recorder.progress.note(f"{signals.requested}: saved after step {step}; the same command goes on from there")
 
 
-def run_stage(training: Training, preemption: Preemption) -> None:
+def run_stage(training: Training, signals: Signals) -> None:
     """Sample, grade, filter, advantages, K updates, swap, record: until the stage or the run is over (README, "The road")."""
     setting, config, recorder = training.setting, training.config, training.recorder
     state, run, left = training.state, training.run, training.surplus
     done: Step | None = None
-    while not is_over(config, run) and not training.watch.stage.ending and not (done and preemption.requested):
+    while not is_over(config, run) and not training.watch.stage.ending and not (done and signals.requested):
         step = run.step
         tracing = start_trace(config, training.folder, step, state, recorder)
         # Made, the rollout has dispatched its first decode steps; only then is the last update's result read.
@@ -159,76 +193,6 @@ def run_stage(training: Training, preemption: Preemption) -> None:
         run, done.command = look_ahead(training, run, done.validation)
     training.state, training.surplus = state, left
     training.run = record(training, done, state, run, left, leaving=True)
-
-
-def look_ahead(training: Training, run: RunState, validation: Mapping[str, float]) -> tuple[RunState, Command | None]:
-    """What is known before the next rollout begins: whether the stage ends here, and what a person asks for."""
-    observe = partial(watching.observe_stage, training.setting.rules, training.watch, run.stage_step, run.step, validation)
-    training.watch, command = observe(), None
-    run = stages_counted(training, run)
-    if training.config.resets.manual and not is_over(training.config, run):  # after the last step it goes on waiting
-        command = take_command(training.folder.path, run.step, training.recorder.progress.note)
-    if command and command.kind == "next_stage":
-        training.watch = observe(command.reason)
-        run = stages_counted(training, run)
-    return run, command
-
-
-def stages_counted(training: Training, run: RunState) -> RunState:
-    """`run` with the stage under way counted among those that have ended, if it has."""
-    return replace(run, stages_ended=run.stage + bool(training.watch.stage.ending))
-
-
-def begin_stage(training: Training) -> None:
-    """Goes on to the next stage. What ended the last one is in the checkpoint of that moment, which holds the state before all this."""
-    run, ending, recorder = training.run, training.watch.stage.ending, training.recorder
-    before, setting = training.setting, training.settings[run.stage + 1]
-    stage = setting.stage
-    assert ending and stage
-    left = surplus.usable(training.surplus, setting.config, setting.prompts, run.policy_version, before.config.rollout.temperature)
-    dropped = [group for group in training.surplus if all(group is not kept for kept in left)]
-    told = {"number": run.stage + 2, "name": stage.name, "changes": dict(stage.changes), "reason": ending.reason}
-    told["micro_batch_rows"] = setting.config.batch.micro_batch_rows
-    recorder.event(run.step, "stage", **told, surplus_dropped=len(dropped), tokens_wasted=tokens_of(dropped))
-    recorder.progress.note(f"step {run.step}: stage {stage.name} ({ending.reason})")
-    own = Firing(run.step, RESET, ending.reads, f"stage {stage.name}", {"ended_by": ending.trigger} | dict(ending.statistics))
-    training.watch = watching.begin_stage(
-        setting.rules, training.watch, bool(stage.changes), own if stage.resets else None, stage.reset_reference
-    )
-    training.run = replace(run, stage=run.stage + 1, stage_step=run.step, stage_prompts=run.prompts_consumed)
-    training.setting, training.surplus = setting, left
-
-
-def reset_if_due(training: Training, step: int, state: TrainState, run: RunState) -> tuple[TrainState, RunState]:
-    """Does the reset that was decided on after the step before, if any; it is in the checkpoint of that moment too."""
-    decision = training.watch.control.due(step)
-    if decision is None:
-        return state, run
-    setting, config, firing, recorder = training.setting, training.config, decision.firing, training.recorder
-    reference, optimizer = what_resets(decision, config, setting.stage)
-    state = setting.compiled.reset(state, (reference, optimizer))
-    recorder.event(
-        step, "reset", reference=reference, optimizer=optimizer, reason=firing.reason, trigger=firing.trigger, statistics=firing.statistics,
-        signals=firing.reads, blind=setting.rules.blind, also=decision.also, before=decision.before,
-    )  # fmt: skip
-    recorder.progress.note(f"step {step}: reset of {what_is_reset(reference, optimizer)} ({firing.reason})")
-    return state, replace(run, resets=run.resets + 1, reference_step=step if reference else run.reference_step)
-
-
-def advance(config: ConfigDict, run: RunState, batch: RolloutBatch) -> RunState:
-    """The bookkeeping after one rollout batch and its updates."""
-    at_cap = len(batch.trained) < config.batch.prompts
-    tokens = sum(len(completion.token_ids) for group in batch.groups for completion in group.completions)
-    return replace(
-        run,
-        step=run.step + 1,
-        prompts_consumed=run.prompts_consumed + batch.positions,
-        policy_version=run.policy_version + 1,
-        completion_tokens=run.completion_tokens + tokens,
-        updates=run.updates + min(len(batch.trained), config.batch.updates),  # a group is never divided
-        rollout_s=run.rollout_s + batch.rollout_s,
-        cap_steps=run.cap_steps + 1 if at_cap else 0,
-    )
 
 
 def record(training: Training, done: Step | None, state: TrainState, run: RunState, left: list[Group], leaving: bool = False) -> RunState:
@@ -303,7 +267,7 @@ def decide(training: Training, done: Step, values: Mapping[str, float]) -> list[
 def end(training: Training, number: int, alarm: Firing) -> NoReturn:
     """Ends the process, which is saved, as the alarm's action says."""
     if training.setting.rules.alarms[alarm.trigger].action == "pause":
-        raise Paused
+        raise Paused(f"step {number}: alarm {alarm.reason}. The run is saved; the same call goes on")
     raise AlarmError(
         f"step {number}: alarm {alarm.reason}. The run is saved; to go on all the same, change the fields of alarms.{alarm.trigger} and "
         "name them in checkpoint.accept"

@@ -34,7 +34,7 @@ from jaxprorl.preemption import EXIT_STATUS
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0 done, 2 bad input (one line on stderr). `train` leaves with 75 when it was told to, and 130 after Ctrl-C."""
+    """Exit status: 0 done, 2 bad input (one line on stderr), 75 paused by an alarm. `train` leaves with 75 on a signal, 130 on Ctrl-C."""
     try:
         config = config_module.load(argv)
         config_module.validate(config)
@@ -42,14 +42,18 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
+    from jaxprorl.monitoring.alarms import Paused
     from jaxprorl.monitoring.progress import before_after_text
     from jaxprorl.train import train
 
     try:
-        summary = train(config)
+        result = train(config, own_process=True)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except Paused:
+        return EXIT_STATUS
+    summary = result.summary
     greedy = summary["greedy"]
     print(before_after_text(summary["before"], summary["after"], greedy["before"], greedy["after"], sys.stdout.encoding))
     report = Path(config.runs_dir) / config.run_name / "report.html"
@@ -61,9 +65,11 @@ if __name__ == "__main__":
     try:
         status = main(sys.argv[1:])
     except SystemExit as left:
-        if left.code == EXIT_STATUS:  # all is saved and closed; a library's thread that does not end has to keep nobody waiting
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(EXIT_STATUS)
-        raise
+        if left.code != EXIT_STATUS:
+            raise
+        status = EXIT_STATUS
+    if status == EXIT_STATUS:  # all is saved and closed; a library's thread that does not end has to keep nobody waiting
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_STATUS)
     sys.exit(status)

@@ -25,7 +25,7 @@ COMPUTED = {
     ("jaxprorl/data/splits.py", 'data[f"{name}_seed"]'): ["data.train_seed", "data.validation_seed", "data.held_out_seed"],
 }
 HOLDERS = {"training"}  # objects whose `config` is the run's config; beside them `self`, where a method takes a ConfigDict
-CHOOSERS = {"as_begun", "checked", "with_cpu_devices", "with_micro_batch_rows"}  # take a config and give one
+CHOOSERS = {"as_begun", "checked", "with_arguments", "with_cpu_devices", "with_micro_batch_rows"}  # take a config and give one
 METHODS = {"to_dict", "items", "keys", "unlocked", "copy_and_resolve_references"}  # of ConfigDict
 
 FieldPath = tuple[str, ...]

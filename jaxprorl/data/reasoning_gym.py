@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxprorl.data.prompts import Item
 from jaxprorl.errors import DataError
+from jaxprorl.interrupts import safe_point
 
 # Their generators iterate over sets of strings, whose order changes with Python's hash seed (measured in reasoning-gym 0.1.25).
 HASH_SEED_TASKS = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"})
@@ -28,6 +29,7 @@ def items(task: str, arguments: Mapping[str, Any], seed: int) -> Iterator[Item]:
     dataset = _create(task, arguments, seed)
     scorer = _scorer(task)
     for index in count():
+        safe_point()
         place = f"data.tasks.{task}: item {index} of seed {seed}"
         try:
             entry = dataset[index]

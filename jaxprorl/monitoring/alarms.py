@@ -13,7 +13,6 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxprorl.errors import UserError
-from jaxprorl.preemption import EXIT_STATUS
 from jaxprorl.resets.triggers import BlindSignals, Firing, Level, Memory, Trend, observation, observe_all
 
 
@@ -21,11 +20,8 @@ class AlarmError(UserError, RuntimeError):
     """An alarm with the action "stop" rings. The run is saved."""
 
 
-class Paused(SystemExit):
-    """An alarm with the action "pause" rings. The run is saved; an exit with the status of a preemption."""
-
-    def __init__(self) -> None:
-        super().__init__(EXIT_STATUS)
+class Paused(Exception):  # noqa: N818 -- nothing went wrong
+    """An alarm with the action "pause" rings. The run is saved; launch/train.py leaves with the status of a preemption."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from jaxprorl.monitoring.recorder import Recorder
 from jaxprorl.run_folder import RunFolder
 
 VIEW = "profile"
+_under_way = False  # JAX makes one trace at a time, and this one is ours
 
 
 def start_trace(config: ConfigDict, folder: RunFolder, step: int, results: Any, recorder: Recorder) -> bool:
@@ -18,6 +19,7 @@ def start_trace(config: ConfigDict, folder: RunFolder, step: int, results: Any, 
     Args:
         results: arrays of the step before, which is waited for: the devices may still be at work on it.
     """
+    global _under_way
     if step not in config.profile_steps:
         return False
     jax.block_until_ready(results)
@@ -28,7 +30,8 @@ def start_trace(config: ConfigDict, folder: RunFolder, step: int, results: Any, 
         jax.profiler.start_trace(_trace(folder, step), profiler_options=options)
         return True
 
-    return bool(recorder.view(step, VIEW, start))
+    _under_way = bool(recorder.view(step, VIEW, start))
+    return _under_way
 
 
 def missed_steps(config: ConfigDict, folder: RunFolder, step: int) -> list[int]:
@@ -39,7 +42,15 @@ def missed_steps(config: ConfigDict, folder: RunFolder, step: int) -> list[int]:
 def stop_trace(step: int, results: Any, recorder: Recorder) -> None:
     """Ends it once the arrays in `results` are there: devices would otherwise still be at work on the step."""
     jax.block_until_ready(results)
-    recorder.view(step, VIEW, jax.profiler.stop_trace)
+    recorder.view(step, VIEW, end_trace)
+
+
+def end_trace() -> None:
+    """Ends the trace under way, if there is one: else an error in its step would leave the process tracing."""
+    global _under_way
+    if _under_way:
+        _under_way = False
+        jax.profiler.stop_trace()
 
 
 def _trace(folder: RunFolder, step: int) -> Path:

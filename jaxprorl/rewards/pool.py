@@ -15,16 +15,17 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
-from multiprocessing import resource_tracker
+from multiprocessing import popen_spawn_posix, resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
 from jaxprorl.errors import GraderError
+from jaxprorl.interrupts import safe_point
 from jaxprorl.rewards import registry, worker
 from jaxprorl.types import Completion, Prompt, Score
 
@@ -153,6 +154,7 @@ class GraderPool:
 
     def _take_results(self, quiet_s: float) -> float:
         """Waits at most _POLL_S for results and takes those that came. Takes and returns for how long none has."""
+        safe_point()
         done, _ = wait(list(self._running), timeout=_POLL_S, return_when=FIRST_COMPLETED)
         quiet_s = 0.0 if done else quiet_s + _POLL_S
         # A pool that breaks forgets batches which it has not handed out: no result, no error.
@@ -335,8 +337,15 @@ class _Process(SpawnProcess):
     def start(self) -> None:
         with _held_signals(), _hidden_main():
             super().start()
-        popen = vars(self)["_popen"]  # pebble and multiprocessing stop processes by SIGTERM, which graders outlive
-        popen.terminate = popen.kill
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> "_Popen":
+        return _Popen(process_obj)
+
+
+class _Popen(popen_spawn_posix.Popen):
+    def terminate(self) -> None:
+        self.kill()  # pebble and multiprocessing stop processes by SIGTERM, which graders outlive
 
 
 class _Context(SpawnContext):

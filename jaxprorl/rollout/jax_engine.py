@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from ml_collections import ConfigDict
 
+from jaxprorl.interrupts import safe_point
 from jaxprorl.models.compute import Compute
 from jaxprorl.models.qwen2 import Params, Qwen2Config, build
 from jaxprorl.rollout.cache import Cache, Layout, cache_bytes, cache_shardings, empty_cache, make_layout
@@ -62,6 +63,7 @@ class JaxEngine:
         """
         truncates = exam_sampling(self.config).truncated
         for n in dict.fromkeys(samples):
+            safe_point()
             layout = make_layout(self.config, n, self.mesh)
             self._executables[n] = self._compile(params, layout, (False, True) if truncates and n == 1 else (False,))
         sizes = {"cache_bytes": self.cache_bytes, "temporary_bytes": self.temporary_bytes}
@@ -198,6 +200,7 @@ class JaxEngine:
     def _stream(self, schedule: Schedule, decoded: tuple[Cache, Slots, dict[str, jax.Array]], sampling: Sampling) -> Iterator[Completion]:
         layout, version = schedule.layout, self._version
         while schedule.unfinished:
+            safe_point()
             cache, slots, view = decoded
             seen = jax.device_get(view)
             ended = []

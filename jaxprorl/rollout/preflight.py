@@ -149,7 +149,8 @@ def vllm_platform(python: str) -> str:
     """
     field, remedy = f"rollout.vllm.python = {python!r}", "`bash launch/install_vllm.sh cpu` (or gpu, tpu) makes .venv-vllm"
     if not os.access(python, os.X_OK):
-        raise ConfigError(f"{field}: no such program; {remedy}")
+        start = "" if os.path.isabs(python) else f" (the path starts at the current folder, {os.getcwd()})"
+        raise ConfigError(f"{field}: no such program{start}; {remedy}")
     try:
         question = [python, "-I", "-c", QUESTION, *PLATFORMS]
         done = subprocess.run(question, capture_output=True, text=True, timeout=ASK_WITHIN_S, check=True)

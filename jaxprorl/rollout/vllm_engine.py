@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxprorl.errors import EngineError
+from jaxprorl.interrupts import safe_point
 from jaxprorl.models.qwen2 import Params, Qwen2Config
 from jaxprorl.rollout import ring, segments, weights_segment
 from jaxprorl.rollout.engine import Sampling
@@ -214,6 +215,7 @@ class VllmEngine:
 
     def _until(self, done: Callable[[], bool]) -> None:
         while not done():
+            safe_point()
             if not self._pump():
                 time.sleep(POLL_S)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.xla_bridge import backends_are_initialized
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxprorl.errors import ConfigError
@@ -12,13 +13,43 @@ from jaxprorl.models.qwen2 import Qwen2Config, declarations
 from jaxprorl.sharding.strategies import AXES, BATCH_AXES, CONTEXT_AXIS, STRATEGIES, WHOLE, Table, mesh_sizes
 
 
+def cpu_devices_there() -> int | None:
+    """CPU devices of a process that has used JAX, which keeps them; None before that, and where it uses others."""
+    if not backends_are_initialized():
+        return None
+    devices = jax.devices()
+    return len(devices) if devices[0].platform == "cpu" else None
+
+
 def set_cpu_devices(count: int) -> None:
-    """Splits the host into so many JAX devices. Call before JAX touches a backend."""
-    jax.config.update("jax_num_cpu_devices", count)
+    """Splits the host into so many JAX devices; more are left as they are, for whoever asked for them.
+
+    Raises:
+        ConfigError: JAX was used before, and has fewer.
+    """
+    there = cpu_devices_there()
+    if there is not None and there < count:
+        raise ConfigError(
+            f"mesh.cpu_devices = {count}: JAX was used in this process before, and has {there} CPU device{'s' * (there > 1)} from then on. "
+            f"Call jax.config.update('jax_num_cpu_devices', {count}) before the first JAX operation, or train before it, or set "
+            f"mesh.cpu_devices = {there}"
+        )
+    if not backends_are_initialized() and jax.config.jax_num_cpu_devices < count:
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def run_devices(count: int) -> list[jax.Device]:
+    """The devices of a run: `count` where they are the host's, else all."""
+    devices = jax.devices()
+    return devices[:count] if devices[0].platform == "cpu" else devices
 
 
 def make_mesh(strategy: str, devices: list[jax.Device] | None = None, sizes: Mapping[str, int] | None = None) -> Mesh:
-    """A mesh over all devices; `sizes` by axis, see `strategies.mesh_sizes`. Neighbours in `devices` differ in the last axes first."""
+    """A mesh over `devices`, None = all that there are. Neighbours in `devices` differ in the last axes first.
+
+    Args:
+        sizes: by axis, see `strategies.mesh_sizes`.
+    """
     devices = jax.devices() if devices is None else devices
     shape = mesh_sizes(strategy, sizes or {}, len(devices))
     return Mesh(np.array(devices).reshape([shape[axis] for axis in AXES]), AXES, axis_types=(AxisType.Auto,) * len(AXES))

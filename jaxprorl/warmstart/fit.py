@@ -29,6 +29,7 @@ from jaxprorl.data.tokenizer import Tokenizer
 from jaxprorl.errors import ConfigError, GraderError
 from jaxprorl.evaluation.harness import evaluate, first_per_task
 from jaxprorl.files import TakenError, new_folder
+from jaxprorl.interrupts import safe_point
 from jaxprorl.models import hf
 from jaxprorl.models.compute import automatic_compute
 from jaxprorl.models.logprobs import token_log_probs
@@ -326,6 +327,7 @@ class _Trainer:
         """Makes `updates` updates; returns the mean loss of the last dispatch."""
         loss = 0.0
         for start in range(0, updates, UPDATES_PER_DISPATCH):
+            safe_point()
             batches = [self._fill(stream, weights) for _ in range(min(UPDATES_PER_DISPATCH, updates - start))]
             rows = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
             self.params, self._opt_state, losses = self._step(

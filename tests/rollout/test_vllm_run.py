@@ -149,6 +149,6 @@ def test_another_engine_is_another_run(home: Path, tmp_path: Path) -> None:
 def test_a_missing_environment_is_said_before_anything_long(tmp_path: Path) -> None:
     ended = tiny_run.Command(tmp_path, "rollout.engine=vllm").wait()
     assert ended.status == 2
-    assert "rollout.vllm.python = '.venv-vllm/bin/python': no such program; `bash launch/install_vllm.sh cpu`" in ended.stderr
+    assert "rollout.vllm.python = '.venv-vllm/bin/python': no such program (the path starts at the current folder, " in ended.stderr
     assert ended.seconds < 30
     assert not (tmp_path / "runs").exists()

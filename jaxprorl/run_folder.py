@@ -19,6 +19,7 @@ from jaxprorl.files import sweep, write_atomically
 from jaxprorl.monitoring import jsonl
 from jaxprorl.recipe import longest, stage_configs
 from jaxprorl.run_lock import RunLock
+from jaxprorl.schema import with_new_fields
 from jaxprorl.sizes import with_cpu_devices
 
 # Fields that may change between the first start and a resume: they do not change what a step computes.
@@ -96,7 +97,7 @@ class RunFolder:
 
 
 def read_config(run: Path) -> ConfigDict:
-    """The config of a run, locked.
+    """The config of a run, locked, with the defaults of fields that are newer than the run.
 
     Raises:
         ConfigError: no run there.
@@ -118,7 +119,7 @@ def read_config(run: Path) -> ConfigDict:
         missing = ["resets.manual"]
     if missing:
         raise DataError(f"{file}: not the config of a run of this version of jaxprorl, it has no {' and no '.join(missing)}")
-    return ConfigDict(content).lock()
+    return with_new_fields(ConfigDict(content)).lock()
 
 
 def accepted(config: ConfigDict) -> set[str]:

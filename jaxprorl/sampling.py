@@ -16,6 +16,7 @@ from jaxprorl.models import hf
 from jaxprorl.rollout.engine import Sampling
 from jaxprorl.rollout.jax_engine import JaxEngine
 from jaxprorl.run_folder import RunFolder
+from jaxprorl.schema import with_new_fields
 from jaxprorl.sharding.mesh import param_shardings
 from jaxprorl.start import abstract_params, grader_pool, prepare_devices
 from jaxprorl.types import Completion, Group, Prompt
@@ -59,8 +60,6 @@ def sample(path: Path, split: str, task: str | None, prompts: int, samples: int,
     step, _ = newest_sound_step(folder.checkpoints, "previous")
     if step is None:
         raise SamplingError(f"--run {path}: no checkpoint yet; the first is written after checkpoint.every_steps steps")
-    if "solved_from" not in config.grading:  # a run of before this field, when solved meant a reward of 1
-        config.grading.solved_from = 1.0
     mesh = prepare_devices(config)
     tokenizer = load_tokenizer(folder.base_model)
     check_chat_template(tokenizer)
@@ -114,4 +113,4 @@ def _config(folder: RunFolder) -> ConfigDict:
         raise SamplingError(
             f"--run {folder.path}: no run there (it has no config.json); runs are in runs/ unless --config.runs_dir says so"
         )
-    return ConfigDict(json.loads(folder.config.read_text()))
+    return with_new_fields(ConfigDict(json.loads(folder.config.read_text())))

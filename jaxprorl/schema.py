@@ -63,6 +63,24 @@ def checked(config: Any, schema: Schema = EXPERIMENT, place: str = "") -> Config
     return _group(config, _defaults(schema), schema, "", place).lock()
 
 
+def with_new_fields(config: ConfigDict, schema: Schema = EXPERIMENT) -> ConfigDict:
+    """A stored config with the defaults of the fields that it lacks, because the version that wrote it did not have them.
+
+    The default of a new field is what earlier versions did, so such a run is read, and goes on, as it was.
+    """
+    config = ConfigDict(config.to_dict())
+    for field, default in leaves(_defaults(schema), schema):
+        *groups, name = field.split(".")
+        within: Any = config
+        for group in groups:
+            if group not in within:
+                within[group] = ConfigDict()
+            within = within[group] if isinstance(within[group], ConfigDict) else {name: None}  # torn: told elsewhere
+        if name not in within:
+            within[name] = default
+    return config
+
+
 def fitting(field: str, value: Any, default: Any) -> Any:
     """`value` in the very type of `default`.
 

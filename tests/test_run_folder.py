@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 from configs.base import stage
 from configs.quickstart import get_config
 from jaxprorl import run_folder, sizes
+from jaxprorl.config import to_json
 from jaxprorl.errors import ConfigError, RunLockedError
 from jaxprorl.run_folder import RunFolder, as_begun, move_aside, what_comes_next
 
@@ -200,6 +201,25 @@ def test_replace_moves_the_old_run_aside(config: ConfigDict) -> None:
         open_run(config)
         assert not folder.events.exists()
         assert (folder.path.with_name(f"quickstart.old-{number}") / "events.jsonl").read_text() == f"{number}\n"
+
+
+@pytest.mark.parametrize("names", [("grading.solved_from",), ("data.overlong_prompts", "data.on_conflicting_answers"), ("filtering",)])
+def test_a_run_of_before_a_field_goes_on_with_its_default_and_with_no_other_value(config: ConfigDict, names: tuple[str, ...]) -> None:
+    file = begin(config).config
+    stored = json.loads(file.read_text())
+    for name in names:
+        group, _, field = name.rpartition(".")
+        del (stored[group] if group else stored)[field]
+    file.write_text(json.dumps(stored))
+    open_run(config)
+    assert json.loads(file.read_text()) == json.loads(to_json(config))
+    file.write_text(json.dumps(stored))
+    with config.unlocked():
+        config.grading.solved_from = 0.5
+        config.data.overlong_prompts = "drop"
+        config.filtering.rule = "off"
+    with pytest.raises(ConfigError, match=names[0]):
+        open_run(config)
 
 
 def test_moving_aside_takes_the_first_free_name(tmp_path: Path) -> None:

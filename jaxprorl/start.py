@@ -302,7 +302,7 @@ def check_cache(config: ConfigDict, folder: RunFolder | None = None) -> None:
     going_on = folder is not None and config.on_existing != "replace" and committed_steps(folder.checkpoints)
     if reason and not config.model.path and not going_on:
         made = cache / "warmstart" / fit.fingerprint(_of_warm_start(config))
-        if not (made / "config.json").is_file():
+        if not os.path.isfile(made / "config.json"):  # Path's raises for a name that is too long
             raise ConfigError(f"cache_dir = {config.cache_dir!r}: {reason}, and the base model has to be made and kept there; {remedy}")
 
 

@@ -15,6 +15,7 @@ from jaxprorl.rewards import registry
 from jaxprorl.types import Outcome, Prompt
 
 MAX_DETAIL_CHARS = 500
+SHOW_WITHIN_S = 0.5  # what a reward prints is lost when nobody reads for so long, which is less than a sensible time limit
 # A cluster sends these to every process of a job. The parent then finishes its step, for which it needs its graders.
 PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -54,7 +55,7 @@ def start(spec: str, tokenizer_file: str, parent_pid: int) -> None:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION)
     die_with(parent_pid)
-    streams.protect(streams.READ_WITHIN_S)  # a reward may print, and must not fail because nobody reads it
+    streams.protect(SHOW_WITHIN_S)  # a reward may print, and must not fail because nobody reads it
     try:
         _reward = registry.load_reward(spec)
         registry.prepare_reward(spec)

@@ -95,3 +95,8 @@ def ignores_ctrl_c(text: str, prompt: Prompt) -> float:
 
 def always_dies(text: str, prompt: Prompt) -> float:
     os._exit(5)
+
+
+def talkative(text: str, prompt: Prompt) -> float:
+    print("→" * 100_000, flush=True)
+    return 1.0

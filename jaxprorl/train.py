@@ -346,7 +346,7 @@ def read_only(config: ConfigDict, folder: RunFolder, reason: str) -> dict[str, A
         ConfigError: it is not over, or of another config.
     """
     check_config(config, folder)
-    summary = finished(config, folder) if config.on_existing == "resume" else None
+    summary = finished(config, folder) if has_begun(folder) and config.on_existing == "resume" else None
     if summary is None:
         raise ConfigError(f"runs_dir = {config.runs_dir!r}: {reason}; allow writing there, or choose another one")
     return summary

@@ -58,7 +58,7 @@ def test_a_run_goes_on_with_the_host_devices_that_were_chosen_for_it_on_another_
     assert as_begun(config, folder).mesh.cpu_devices == 8
 
 
-@pytest.mark.parametrize("stored", [None, {}, {"cpu_devices": "2"}, "mesh"])
+@pytest.mark.parametrize("stored", [None, {"cpu_devices": "2"}, "mesh"])
 def test_a_stored_mesh_that_is_none_leaves_the_choice_to_the_rule(
     config: ConfigDict, stored: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,13 @@ def _validation(metrics: Mapping[str, float]) -> str:
     return "" if rate is None and not ungraded else rate_text({"solve_rate": rate, "ungraded": ungraded})
 
 
+class _Console(Console):
+    """rich would end the process when a pipe breaks, and turn `sys.stdout` away; here the error is raised as any other."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # called while the error is handled
+
+
 def _shows(method: "Callable[Concatenate[Progress, _P], None]") -> "Callable[Concatenate[Progress, _P], None]":
     """A method that shows something and, once that has failed, nothing more."""
 
@@ -99,7 +106,7 @@ class Progress:
         self.views = Views()
         self._steps = steps
         self._enabled = enabled
-        self._console = console or Console(file=sys.stdout)
+        self._console = console or _Console(file=sys.stdout)
         self._clock = clock
         self._marks: deque[tuple[int, float]] = deque([(-1, clock())], maxlen=_ETA_WINDOW + 1)  # (step, clock)
         self._last_note = ""

@@ -23,7 +23,7 @@ class Views:
         """As `show`, but also for a view that has failed: what it holds is given back all the same."""
         try:
             return act(*args, **kwargs)
-        except (Exception, SystemExit) as error:  # whatever it is, the run matters more; rich leaves by SystemExit when a pipe breaks
+        except Exception as error:  # whatever it is, the run matters more
             self._failed.setdefault(view, " ".join(f"{type(error).__name__}: {error}".split()))
             return None
 

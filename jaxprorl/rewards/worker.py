@@ -17,6 +17,7 @@ from jaxprorl.rewards.graded import LARGEST, Verdict, is_solved, verdict
 from jaxprorl.types import Outcome, Prompt
 
 MAX_DETAIL_CHARS = 500
+SHOW_WITHIN_S = 0.5  # what a reward prints is lost when nobody reads for so long, which is less than a sensible time limit
 # A cluster sends these to every process of a job. The parent then finishes its step, for which it needs its graders.
 PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -58,7 +59,7 @@ def start(spec: str, solved_from: float, tokenizer_file: str, parent_pid: int) -
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION)
     die_with(parent_pid)
-    streams.protect(streams.READ_WITHIN_S)  # a reward may print, and must not fail because nobody reads it
+    streams.protect(SHOW_WITHIN_S)  # a reward may print, and must not fail because nobody reads it
     try:
         _reward, _solved_from = registry.load_parts(spec), solved_from
         registry.prepare_reward(spec)

@@ -9,6 +9,7 @@ No decision reads a clock; the gate counts updates.
 import hashlib
 import importlib.metadata
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -103,7 +104,7 @@ def base_model(
 
 def is_made(folder: Path) -> bool:
     """Whether the folder holds a base model."""
-    return (folder / "config.json").is_file()
+    return os.path.isfile(folder / "config.json")  # Path's raises for a name that is too long
 
 
 def make(config: ConfigDict, folder: Path, items: Items, mesh: Mesh, report: Report) -> bool:

@@ -1,7 +1,10 @@
 """The progress view: plain lines, the panel, the table."""
 
+import errno
 import io
+import sys
 
+import pytest
 from factories import summary_of
 from rich.console import Console
 
@@ -167,3 +170,51 @@ def test_a_validation_line_counts_what_was_not_graded():
     assert "validation=0.750 (10 ungraded) eta" in lines[0]
     assert "validation=none (50 ungraded) eta" in lines[1]
     assert "validation=0.500 eta" in lines[2]
+
+
+class Broken(io.StringIO):
+    """A stream that cannot be written. As a terminal, it shows the live panel."""
+
+    def __init__(self, error: Exception, terminal: bool):
+        super().__init__()
+        self.error, self.terminal = error, terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize(
+    "error",
+    [
+        BrokenPipeError(errno.EPIPE, "Broken pipe"),
+        OSError(errno.EIO, "Input/output error"),
+        UnicodeEncodeError("ascii", "→", 0, 1, "ordinal not in range(128)"),
+        ValueError("I/O operation on closed file"),
+    ],
+)
+def test_where_nothing_can_be_shown_nothing_is_raised_and_the_failure_is_told_once(
+    error: Exception, terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stdout = Broken(error, terminal)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    with Progress(10) as progress:
+        progress.phase("warm start", 0, 10)
+        progress.note("a note")
+        progress.step(1, {"reward.mean": 0.25})
+        assert list(progress.views.news()) == ["progress"]
+        progress.note("another")
+    assert progress.views.news() == {}
+    assert sys.stdout is stdout, "the live panel gives it back"
+
+
+def test_the_table_is_drawn_with_what_the_encoding_has() -> None:
+    side = summary_of({"a_task": [1.0, 0.0, 0.0]})
+    for encoding in ("ascii", "latin-1"):
+        text = before_after_text(side, side, encoding=encoding)
+        assert text.isascii() and "\\u" not in text
+        assert "a_task |" in text
+    assert "─" in before_after_text(side, side)

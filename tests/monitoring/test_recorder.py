@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -6,7 +9,8 @@ from factories import make_group, make_prompt
 from ml_collections import ConfigDict
 
 from configs.base import get_config
-from jaxprorl.errors import CheckpointError
+from jaxprorl import streams
+from jaxprorl.errors import CheckpointError, StorageError
 from jaxprorl.monitoring import events, metrics, samples
 from jaxprorl.monitoring.progress import Progress
 from jaxprorl.monitoring.recorder import NO_LINES, Recorder
@@ -128,3 +132,74 @@ def test_files_are_closed_when_an_error_passes(config: ConfigDict, tmp_path: Pat
         raise KeyError("x")
     with pytest.raises(ValueError, match="closed"):
         log.event(0, "swap", policy_version=1)
+
+
+# Records steps with files that may not grow over 3000 bytes; tells how far it came.
+FILES_OVER_THE_LIMIT = """
+import resource, sys
+from pathlib import Path
+from test_recorder import get_config, recorder
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+with recorder(get_config(), Path(sys.argv[1])) as log:
+    for step in range(20):
+        log.step(step, {"reward.mean": 0.25, "reward.solve_rate": 0.5, "entropy": 1.0, "kl.k1": 0.0, "kl.k2": 0.0, "kl.k3": 0.0})
+print("all steps are recorded")
+"""
+
+
+def test_a_tensorboard_file_that_cannot_grow_holds_nothing_up_and_hides_nothing(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    environment = os.environ | {"PYTHONPATH": f"{root}:{root}/tests:{root}/tests/monitoring"}
+    done = subprocess.run(
+        [sys.executable, "-c", FILES_OVER_THE_LIMIT, tmp_path], env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("all steps are recorded\n")
+    assert done.stdout.count("WARNING: TensorBoard failed and is left out from here on: OSError: [Errno 27] File too large\n") == 1
+    assert len(metrics.read(tmp_path / "metrics.jsonl")) == 20
+    (event,) = events.read(tmp_path / "events.jsonl")
+    assert (event["kind"], event["view"]) == ("view_failed", "TensorBoard")
+
+
+def test_a_tensorboard_folder_that_cannot_be_made_is_an_event_and_all_else_is_recorded(config: ConfigDict, tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("a file in the folder's place")
+    with recorder(config, tmp_path) as log:
+        log.step(0, {"reward.mean": 0.25})
+        log.event(0, "swap", policy_version=1)
+    assert [(event["kind"], event.get("view")) for event in events.read(tmp_path / "events.jsonl")] == [
+        ("view_failed", "TensorBoard"),
+        ("swap", None),
+    ]
+    assert len(metrics.read(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_a_report_that_cannot_be_made_is_an_event(config: ConfigDict, tmp_path: Path) -> None:
+    (tmp_path / "report.html").mkdir()
+    with recorder(config, tmp_path) as log:
+        assert log.view(3, "report", (tmp_path / "report.html").write_text, "report") is None
+    (event,) = events.read(tmp_path / "events.jsonl")
+    assert (event["step"], event["view"]) == (3, "report")
+    assert event["error"].startswith("IsADirectoryError: ")
+
+
+def test_a_stream_that_was_lost_is_an_event_and_a_line_on_standard_error(
+    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(streams, "lost", {"standard output": "Broken pipe"})
+    with recorder(config, tmp_path) as log:
+        log.step(0, {"reward.mean": 0.25})
+        log.step(1, {"reward.mean": 0.25})
+    (event,) = events.read(tmp_path / "events.jsonl")
+    assert event == {"step": 0, "kind": "view_failed", "error": "Broken pipe", "view": "standard output"}
+    assert capsys.readouterr().err == "WARNING: standard output failed and is left out from here on: Broken pipe\n"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "samples"])
+def test_what_a_run_is_known_by_stops_it_when_it_cannot_be_written(config: ConfigDict, tmp_path: Path, name: str) -> None:
+    def record() -> None:
+        with recorder(config, tmp_path) as log:
+            log.rollout(0, batch(), np.zeros((1, 2)), FakeTokenizer())  # type: ignore[arg-type]
+
+    (tmp_path / name).write_text("") if name == "samples" else (tmp_path / name).mkdir()
+    with pytest.raises(StorageError, match=rf"{name}.* cannot be written \(.*\): .* needed, .* free there; .*, then give the same command"):
+        record()

@@ -24,7 +24,7 @@ def test_what_works_gives_its_result() -> None:
     [
         (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
         (UnicodeEncodeError("ascii", "→", 0, 1, "ordinal not in range"), "UnicodeEncodeError: 'ascii' codec can't encode character"),
-        (SystemExit(1), "SystemExit: 1"),
+        (ValueError("I/O operation on closed file"), "ValueError: I/O operation on closed file"),
         (RuntimeError("two\nlines"), "RuntimeError: two lines"),
     ],
 )

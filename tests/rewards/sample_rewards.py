@@ -137,3 +137,8 @@ def sums_only(text: str, prompt: Prompt) -> None:
 
 def needs_a_number(text: str, prompt: Prompt) -> bool:
     return float(text.rpartition("<answer>")[2].partition("</answer>")[0]) == float(prompt.answer)
+
+
+def talkative(text: str, prompt: Prompt) -> float:
+    print("→" * 100_000, flush=True)
+    return 1.0

@@ -397,3 +397,36 @@ def test_the_share_of_errors_that_is_one_too_many_stops_with_the_first() -> None
     require_graded("step 3", [], 0.0)
     with pytest.raises(GraderError, match=r"step 3: 1 of 2 samples .*first: first.* a share of 0\.5 .*max_error_share = 0\.49"):
         require_graded("step 3", [good, bad], 0.49)
+
+
+# Grades with a reward that prints; its own standard output stays unused.
+PRINTS = """
+import sys
+from pathlib import Path
+from tokenizers import Tokenizer
+from test_pool import GraderPool, grade
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    with GraderPool("sample_rewards:talkative", path, workers=1, timeout_s=5.0) as pool:
+        scores = grade(pool, Tokenizer.from_file(str(path / "tokenizer.json")), ["a", "b"])
+    sys.stderr.write(repr([(score.outcome, score.value, score.detail) for score in scores]))
+"""
+
+
+@pytest.mark.parametrize("reader", ["gone", "asleep", "ascii"])
+def test_a_reward_may_print_though_nobody_can_read_it(tokenizer_path: Path, tmp_path: Path, reader: str) -> None:
+    (tmp_path / "prints.py").write_text(PRINTS)
+    ours, theirs = os.pipe()
+    if reader == "gone":
+        os.close(ours)
+    output = subprocess.DEVNULL if reader == "ascii" else theirs
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/rewards:{ROOT}/tests"}
+    environment |= {"PYTHONIOENCODING": "ascii"} if reader == "ascii" else {}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "prints.py", tokenizer_path], stdout=output, stderr=subprocess.PIPE, env=environment, text=True,
+        check=False, timeout=120,
+    )  # fmt: skip
+    assert done.stderr == "[('scored', 1.0, ''), ('scored', 1.0, '')]"
+    os.close(theirs)
+    if reader != "gone":
+        os.close(ours)

@@ -306,9 +306,30 @@ def test_exporting_takes_the_memory_of_a_parameter_not_of_the_model(finished: Pa
     assert peak < 2 * largest + (64 << 20) < 4 * parameter_count(c) / 2, peak  # the rest: Orbax's modules and threads, tensors of one layer
 
 
-def exporting(run: Path, output: Path) -> subprocess.Popen[str]:
-    """launch/export_hf.py in a process of its own."""
-    command = [sys.executable, SCRIPT, "--run", str(run), "--output", str(output)]
+# launch/export_hf.py, which waits with everything written until as many processes as the second argument says have come as far.
+MEETING = """
+    import os, sys, time
+    from pathlib import Path
+    sys.path.insert(0, "launch")
+    import export_hf
+    from jaxprorl.models.hf import writer
+
+    meeting, number, write = Path(sys.argv.pop(1)), int(sys.argv.pop(1)), writer._write_tensors
+
+    def write_and_meet(*arguments):
+        write(*arguments)
+        (meeting / str(os.getpid())).touch()
+        while len(list(meeting.iterdir())) < number:
+            time.sleep(0.001)
+
+    writer._write_tensors = write_and_meet
+    sys.exit(export_hf.main())
+    """
+
+
+def exporting(run: Path, output: Path, *program: str) -> subprocess.Popen[str]:
+    """launch/export_hf.py, or another program with its arguments, in a process of its own."""
+    command = [sys.executable, *(program or (SCRIPT,)), "--run", str(run), "--output", str(output)]
     return subprocess.Popen(command, cwd=tiny_run.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -318,7 +339,9 @@ def test_of_four_exports_to_one_folder_one_wins_and_the_others_say_so(place: str
     output = tmp_path / "model"
     if place == "empty":
         output.mkdir()
-    exports = [exporting(finished, output) for _ in range(4)]
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    exports = [exporting(finished, output, "-c", textwrap.dedent(MEETING), str(meeting), "4") for _ in range(4)]
     said = [process.communicate(timeout=240) for process in exports]
     assert sorted(process.returncode for process in exports) == [0, 2, 2, 2], said
     for process, (out, err) in zip(exports, said, strict=True):
@@ -328,7 +351,7 @@ def test_of_four_exports_to_one_folder_one_wins_and_the_others_say_so(place: str
             assert err.startswith("error: ") and err.count("\n") == 1 and str(output) in err, err
     export(finished, None, tmp_path / "alone", "float32")
     assert tiny_run.files(output) == tiny_run.files(tmp_path / "alone")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "meeting", "model"]
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax._src import compilation_cache
 
+from jaxprorl import compilation
 from jaxprorl.compilation import CompilationError, no_compilation, remove_torn_entries
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,6 +113,19 @@ def test_every_kind_of_torn_entry_is_found_and_the_others_stay(tmp_path: Path, d
     (tmp_path / "a-cache").write_bytes(whole)
     (tmp_path / "b-cache").write_bytes(torn[damage])
     (tmp_path / "b-atime").write_bytes(b"no entry")
-    assert remove_torn_entries(tmp_path) == ["b-cache"]
+    assert remove_torn_entries(tmp_path, wait_s=0.0) == ["b-cache"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a-cache", "b-atime"]
     assert remove_torn_entries(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize("end", ["written", "removed", "still being written"])
+def test_an_entry_that_another_process_writes_is_not_torn(tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, entry = compilation_cache.compress_executable(bytes(range(256)) * 40), tmp_path / "a-cache"
+    entry.write_bytes(whole[:100])
+
+    def meanwhile(seconds: float) -> None:
+        entry.unlink() if end == "removed" else entry.write_bytes(whole if end == "written" else whole[:200])
+
+    monkeypatch.setattr(compilation.time, "sleep", meanwhile)
+    assert remove_torn_entries(tmp_path) == []
+    assert entry.exists() == (end != "removed")

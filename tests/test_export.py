@@ -305,9 +305,37 @@ def test_exporting_takes_the_memory_of_a_parameter_not_of_the_model(finished: Pa
     assert peak < 2 * largest + (64 << 20) < 4 * parameter_count(c) / 2, peak  # the rest: Orbax's modules and threads, tensors of one layer
 
 
-def exporting(run: Path, output: Path) -> subprocess.Popen[str]:
-    """launch/export_hf.py in a process of its own."""
-    command = [sys.executable, SCRIPT, "--run", str(run), "--output", str(output)]
+# launch/export_hf.py, with a stop before and after it writes the tensors. Arguments before its own: a folder, and for both stops the
+# name of the file that is made in that folder, and of the one that is waited for.
+WITH_STOPS = """
+    import sys, time
+    from pathlib import Path
+    sys.path.insert(0, "launch")
+    import export_hf
+    from jaxprorl.models.hf import writer
+
+    meeting, *names = Path(sys.argv[1]), *sys.argv[2:6]
+    del sys.argv[1:6]
+    write = writer._write_tensors
+
+    def stop(made, awaited):
+        (meeting / made).touch()
+        while not (meeting / awaited).exists():
+            time.sleep(0.001)
+
+    def write_with_stops(*arguments):
+        stop(*names[:2])
+        write(*arguments)
+        stop(*names[2:])
+
+    writer._write_tensors = write_with_stops
+    sys.exit(export_hf.main())
+    """
+
+
+def exporting(run: Path, output: Path, *program: str) -> subprocess.Popen[str]:
+    """launch/export_hf.py, or another program with its arguments, in a process of its own."""
+    command = [sys.executable, *(program or (SCRIPT,)), "--run", str(run), "--output", str(output)]
     return subprocess.Popen(command, cwd=tiny_run.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -317,7 +345,14 @@ def test_of_four_exports_to_one_folder_one_wins_and_the_others_say_so(place: str
     output = tmp_path / "model"
     if place == "empty":
         output.mkdir()
-    exports = [exporting(finished, output) for _ in range(4)]
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    program = ("-c", textwrap.dedent(WITH_STOPS), str(meeting))
+    exports = [exporting(finished, output, *program, f"begun_{i}", f"begun_{i}", f"written_{i}", "go on") for i in range(4)]
+    while len(list(meeting.glob("written_*"))) < 4:
+        assert all(process.poll() is None for process in exports)
+        time.sleep(0.01)
+    (meeting / "go on").touch()
     said = [process.communicate(timeout=240) for process in exports]
     assert sorted(process.returncode for process in exports) == [0, 2, 2, 2], said
     for process, (out, err) in zip(exports, said, strict=True):
@@ -327,7 +362,29 @@ def test_of_four_exports_to_one_folder_one_wins_and_the_others_say_so(place: str
             assert err.startswith("error: ") and err.count("\n") == 1 and str(output) in err, err
     export(finished, None, tmp_path / "alone", "float32")
     assert tiny_run.files(output) == tiny_run.files(tmp_path / "alone")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "meeting", "model"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["missing", "empty"])
+def test_an_export_that_begins_while_another_ends_takes_nothing_from_it(place: str, finished: Path, tmp_path: Path) -> None:
+    output, meeting = tmp_path / "model", tmp_path / "meeting"
+    meeting.mkdir()
+    if place == "empty":
+        output.mkdir()
+    program = ("-c", textwrap.dedent(WITH_STOPS), str(meeting))
+    first = exporting(finished, output, *program, "1 begun", "1 begun", "1 written", "2 begun")
+    while not (meeting / "1 written").exists():
+        assert first.poll() is None
+        time.sleep(0.01)
+    second = exporting(finished, output, *program, "2 begun", "1 ended", "2 written", "2 written")
+    assert (first.wait(240), first.communicate()) == (0, (f"{output}: {finished}, step 3, float32\n", ""))
+    (meeting / "1 ended").touch()
+    out, err = second.communicate(timeout=240)
+    assert (second.returncode, out) == (2, "")
+    assert err.startswith(f"error: {output} cannot be written: it holds README.md, chat_template.jinja, config.json and 5 more")
+    export(finished, None, tmp_path / "alone", "float32")
+    assert tiny_run.files(output) == tiny_run.files(tmp_path / "alone")
 
 
 @pytest.mark.slow

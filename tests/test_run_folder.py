@@ -1,4 +1,5 @@
 import json
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from configs.quickstart import get_config
 from jaxprorl import run_folder, sizes
 from jaxprorl.config import to_json
 from jaxprorl.errors import ConfigError, RunLockedError
+from jaxprorl.files import HOST
 from jaxprorl.run_folder import RunFolder, as_begun, move_aside, what_comes_next
+from jaxprorl.run_lock import RunLock
 
 
 @pytest.fixture
@@ -226,6 +229,40 @@ def test_moving_aside_takes_the_first_free_name(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x.old-1").mkdir()
     assert move_aside(tmp_path / "x") == tmp_path / "x.old-2"
+
+
+def test_a_name_that_another_process_takes_meanwhile_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("x", "x.old-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "what").write_text(name)
+    monkeypatch.setattr(run_folder.os.path, "lexists", lambda _: False)  # looked before the other process came
+    assert move_aside(tmp_path / "x") == tmp_path / "x.old-2"
+    assert [(tmp_path / name / "what").read_text() for name in ("x.old-1", "x.old-2")] == ["x.old-1", "x"]
+
+
+def test_a_process_that_takes_the_place_of_a_run_moved_aside_is_named(config: ConfigDict, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(config)
+    config.on_existing, move = "replace", run_folder.move_aside
+    with ExitStack() as other:
+
+        def move_and_come_first(path: Path) -> Path:
+            moved = move(path)
+            path.mkdir()
+            other.enter_context(RunLock(path))
+            return moved
+
+        monkeypatch.setattr(run_folder, "move_aside", move_and_come_first)
+        with pytest.raises(RunLockedError, match=rf"is in use by process {os.getpid()} on "):
+            open_run(config)
+
+
+def test_what_a_killed_process_was_writing_is_removed_at_the_next_start(config: ConfigDict) -> None:
+    folder = begin(config)
+    (folder.path / f"config.json.{HOST}-1-0123abcd.writing").write_text("{")
+    (folder.path / f"model.{HOST}-1-0123abcd.writing").mkdir()
+    (folder.path / "mine.writing").mkdir()
+    open_run(config)
+    assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "config.json", "events.jsonl", "mine.writing"]
 
 
 LONGER = {"rollout.max_response_tokens": 80, "batch.row_tokens": 104}

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -8,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxprorl import files
 from jaxprorl.errors import RunLockedError
-from jaxprorl.run_lock import LOCK_NAME, RunLock
+from jaxprorl.run_lock import LOCK_NAME, RunLock, turn
 
 ROOT = Path(__file__).resolve().parent.parent
 HOLD = """
@@ -80,3 +83,49 @@ def test_a_torn_or_strange_lock_file_is_no_obstacle(tmp_path: Path, content: str
     (tmp_path / LOCK_NAME).write_text(content)
     with RunLock(tmp_path) as lock:
         assert lock.stale_owner is None
+
+
+TURN = """
+import sys
+from pathlib import Path
+from jaxprorl.run_lock import turn
+with turn(Path(sys.argv[1]), lambda who: print("waits for", who, flush=True)):
+    print("its turn", flush=True)
+    sys.stdin.read(1)
+"""
+
+
+def take_turn(path: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", TURN, str(path)]
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_one_has_its_turn_the_other_names_it_once_and_follows_when_it_ends_or_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "model.lock"
+    first = take_turn(path)
+    assert first.stdout and first.stdout.readline() == "its turn\n"
+    second = take_turn(path)
+    assert second.stdout and second.stdout.readline() == f"waits for process {first.pid} on {socket.gethostname()}\n"
+    first.communicate("x")
+    assert second.stdout.readline() == "its turn\n"
+    third = take_turn(path)
+    assert third.stdout and third.stdout.readline() == f"waits for process {second.pid} on {socket.gethostname()}\n"
+    second.kill()
+    second.communicate()
+    assert third.stdout.readline() == "its turn\n"
+    assert third.communicate("x")[0] == ""
+    assert path.read_text() == ""
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_where_there_are_no_locks_nobody_waits_and_a_run_is_refused(
+    number: int, tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    with turn(tmp_path / LOCK_NAME, lambda who: pytest.fail(who)):
+        pass
+    with pytest.raises(OSError, match="this file system has no locks"):
+        RunLock(tmp_path)

@@ -7,13 +7,13 @@ import numpy as np
 import optax
 import pytest
 import tiny_run
-from factories import tiny_model
+from factories import random_params, tiny_model
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxprorl.data.splits import SPLITS, Items, load_items, load_splits
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
-from jaxprorl.errors import DataError
+from jaxprorl.errors import ConfigError, DataError
 from jaxprorl.models import hf
 from jaxprorl.monitoring.progress import Progress
 from jaxprorl.packing import Sample
@@ -256,3 +256,71 @@ def test_a_base_model_is_made_once_learns_and_is_the_same_when_made_again(tmp_pa
     again, cached = fit.base_model(config, tiny_items, mesh, report, told.append)
     assert not cached
     assert tiny_run.files(again) == tiny_run.files(folder)
+
+
+@pytest.fixture
+def quick_fit(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Random parameters in place of trained ones; the list is of the folders in which the tokenizer lay."""
+    calls: list[Path] = []
+
+    def fit_at_once(config: ConfigDict, model_config: Any, tokenizer: Tokenizer, *_: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        calls.append(tokenizer.path)
+        return random_params(model_config), {"solve_rate": 0.25}
+
+    monkeypatch.setattr(fit, "fit", fit_at_once)
+    return calls
+
+
+def quiet(*_: Any, **__: Any) -> None:
+    pass
+
+
+def test_a_cache_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, tiny_items: Items, mesh: Mesh, quick_fit: list[Path]
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/warmstart").write_text("")
+    config = tiny_run.get_config()
+    for place in ("file", "file/cache", "cache"):
+        config.cache_dir = str(tmp_path / place)
+        with pytest.raises(
+            ConfigError, match=rf"^cache_dir = '{tmp_path / place}': the base model cannot be written there .*; choose another one$"
+        ):
+            fit.base_model(config, tiny_items, mesh, quiet, quiet)
+    assert quick_fit == []
+
+
+def test_what_is_left_of_a_base_model_is_made_anew(tmp_path: Path, tiny_items: Items, mesh: Mesh, quick_fit: list[Path]) -> None:
+    config = tiny_run.get_config()
+    config.cache_dir = str(tmp_path)
+    folder, _ = fit.base_model(config, tiny_items, mesh, quiet, quiet)
+    whole = tiny_run.files(folder)
+    (folder / "config.json").unlink()
+    assert fit.base_model(config, tiny_items, mesh, quiet, quiet) == (folder, False)
+    assert tiny_run.files(folder) == whole
+    assert len(quick_fit) == 2
+    assert quick_fit[0] != quick_fit[1], "each in a folder of its own"
+
+
+def test_without_locks_two_processes_make_the_same_model_and_the_first_one_stays(
+    tmp_path: Path, tiny_items: Items, mesh: Mesh, quick_fit: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_run.get_config()
+    config.cache_dir = str(tmp_path)
+    monkeypatch.setattr("jaxprorl.run_lock.try_lock", lambda _: None)
+    monkeypatch.setattr("jaxprorl.files.try_lock", lambda _: None)
+    outer, results = fit.fit, []
+
+    def with_another_meanwhile(*arguments: Any) -> Any:
+        monkeypatch.setattr(fit, "fit", outer)
+        results.append(fit.base_model(config, tiny_items, mesh, quiet, quiet))
+        results.append(results[0][0].stat().st_ino)
+        return outer(*arguments)
+
+    monkeypatch.setattr(fit, "fit", with_another_meanwhile)
+    folder, cached = fit.base_model(config, tiny_items, mesh, quiet, quiet)
+    assert cached, "the other one's"
+    assert results == [(folder, False), folder.stat().st_ino]
+    assert len(quick_fit) == 2
+    assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, f"{folder.name}.lock"]

@@ -76,12 +76,7 @@ class Interrupts:
                     again = "again" if self._heard == signal.SIGINT else "a second signal"
                     print(f"{self._heard.name}: the step is finished and saved first; {again} leaves without that", file=sys.stderr)
             return
-        raise self._error()
-
-    def _error(self) -> BaseException:
-        if self._heard != signal.SIGINT:
-            return Preempted()
-        return Interrupted(f"interrupted: {self._what_comes_next()}")
+        raise Interrupted if self._heard == signal.SIGINT else Preempted
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """The handler; Python calls it in the main thread, wherever that is."""
@@ -109,8 +104,10 @@ class Interrupts:
         handler = self._previous[self._heard]
         if callable(handler) and handler is not signal.default_int_handler:
             handler(int(self._heard), None)
+        if self._heard == signal.SIGINT and (error is None or isinstance(error, Interrupted)):
+            raise Interrupted(f"interrupted: {self._what_comes_next()}") from None  # known only now that the last save has ended
         if error is None:
-            raise self._error()
+            raise Preempted
 
     def put_back(self) -> None:
         """Gives the caller's handlers back."""

@@ -292,7 +292,8 @@ config.monitoring.progress = False
 config.steps = 2
 def brevity(completion, prompt):
     return max(0.0, 1.0 - len(completion) / 100)
-"""
+
+"""  # an interpreter wants the empty line
 
 
 def program(text: str, place: Path, *arguments: str, feed: bool = False) -> subprocess.CompletedProcess[str]:

@@ -106,6 +106,16 @@ def test_what_is_raised_says_what_comes_next_and_is_no_ordinary_error() -> None:
     assert left.value.code == EXIT_STATUS
 
 
+def test_what_comes_next_is_told_by_what_is_there_once_everything_is_closed() -> None:
+    saved: list[str] = []
+    with pytest.raises(Interrupted, match="interrupted: from step 3"), Interrupts(lambda: f"from {saved[0]}"):
+        try:
+            signal.raise_signal(signal.SIGINT)
+            safe_point()
+        finally:
+            saved.append("step 3")
+
+
 def test_another_error_on_its_way_wins() -> None:
     with pytest.raises(KeyError), listening():
         signal.raise_signal(signal.SIGINT)

@@ -40,6 +40,7 @@ from jaxprorl.models.qwen2 import Qwen2Config, declarations
 from jaxprorl.monitoring import jsonl
 from jaxprorl.preemption import Preemption
 from jaxprorl.run_folder import open_run
+from jaxprorl.schema import EXPERIMENT, Schema
 from jaxprorl.start import Training, start
 from jaxprorl.train import loop
 
@@ -73,6 +74,9 @@ def get_config() -> ConfigDict:
     c.checkpoint.every_steps = 1000
     c.monitoring.progress = False
     return c
+
+
+SCHEMA = Schema("benchmark", "benchmarks/step.py and configs/base.py", get_config, EXPERIMENT.open)
 
 
 def model_shape(config: ConfigDict) -> Qwen2Config:
@@ -173,7 +177,7 @@ def measure(training: Training, preemption: Preemption) -> tuple[list[float], di
 def prepare(place: Path, argv: list[str]) -> ConfigDict:
     """Model and questions in the folder `place`, and the checked config of a run on them. Changes the current directory."""
     os.chdir(ROOT)  # where grader processes find the reward
-    config, default = config_module.load([f"--config={__file__}", *argv]), get_config()
+    config, default = config_module.load([f"--config={__file__}", *argv], SCHEMA), get_config()
     for made in MADE:
         if (own := field_value(config, made)) != field_value(default, made):
             raise UserError(f"{made} = {own!r}: the benchmark makes its own; leave the field out")
@@ -181,7 +185,7 @@ def prepare(place: Path, argv: list[str]) -> ConfigDict:
     write_questions(place / "questions.jsonl", config.batch.prompts)
     config.runs_dir, config.model.path = str(place / "runs"), str(place / "model")
     config.data.source = f"jsonl:{place / 'questions.jsonl'}"
-    config_module.validate(config)
+    config_module.validate(config, SCHEMA)
     return config
 
 

@@ -152,7 +152,7 @@ def main(argv: list[str]) -> None:
     if arguments.rounds < 1:
         parser.error(f"--rounds {arguments.rounds}: must be 1 or more")
     step_file = f"--config={Path(step.__file__)}"
-    devices = with_cpu_devices(config_module.load([step_file, *shared])).mesh.cpu_devices  # once: they cannot change any more
+    devices = with_cpu_devices(config_module.load([step_file, *shared], step.SCHEMA)).mesh.cpu_devices  # once: they cannot change any more
     shared.append(f"--config.mesh.cpu_devices={devices}")
     default, variants = qwen2.UNROLL_MAX_LAYERS, []
     for text in arguments.vary:

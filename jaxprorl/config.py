@@ -51,8 +51,8 @@ def load(argv: Sequence[str], schema: Schema = EXPERIMENT) -> ConfigDict:
         raise ConfigError(f"{_failure(cause, path, argv, schema)}; {schema.hint}") from None
     if len(rest) > 1:
         raise ConfigError(f"unexpected argument {rest[1]!r}: fields are set by --config.FIELD=VALUE")
-    other = ABLATION if schema is EXPERIMENT else EXPERIMENT
-    if isinstance(config, ConfigDict) and all(name in config for name in other.make()):
+    other = {EXPERIMENT: ABLATION, ABLATION: EXPERIMENT}.get(schema)
+    if other and isinstance(config, ConfigDict) and all(name in config for name in other.make()):
         raise ConfigError(f"--config={path}: no {schema.name} but an {other.name}; {schema.name}s are in {Path(schema.file).parent}/")
     return checked(config, schema, f" in {path}")
 
@@ -83,13 +83,13 @@ def _failure(error: Exception, path: str, argv: Sequence[str], schema: Schema) -
     return f"the config file raises {type(error).__name__}: {' '.join(text.split())}{place}"
 
 
-def validate(config: ConfigDict) -> None:
+def validate(config: ConfigDict, schema: Schema = EXPERIMENT) -> None:
     """Checks names, types, values and combinations, of whatever way the config came.
 
     Raises:
         ConfigError: the first field that cannot work, and the stage that has it.
     """
-    config = checked(config)
+    config = checked(config, schema)
     check_stages(config)
     check_mixes(config)
     config = with_cpu_devices(config)

@@ -242,10 +242,10 @@ def test_the_axes_of_the_scaling_curves_meet() -> None:
 
 @pytest.mark.parametrize(("axis", "value"), [(axis, value) for axis, values in scaling.POINTS.items() for value in values])
 def test_every_point_of_the_scaling_curves_is_a_valid_config(axis: str, value: int, tmp_path: Path) -> None:
-    config = config_module.load([f"--config={step.__file__}", *scaling.overrides(scaling.POINTS[axis][value])])
+    config = config_module.load([f"--config={step.__file__}", *scaling.overrides(scaling.POINTS[axis][value])], step.SCHEMA)
     config.model.path, config.data.source = str(tmp_path), f"jsonl:{tmp_path / 'questions.jsonl'}"
     step.write_questions(tmp_path / "questions.jsonl", config.batch.prompts)
-    config_module.validate(config)
+    config_module.validate(config, step.SCHEMA)
     tokens = step.step_tokens(config)
     assert tokens == {"batch": 128 * value, "length": 16384, "vocabulary": 32 * 128}[axis]
     rows = config.batch.prompts * config.rollout.samples_per_prompt

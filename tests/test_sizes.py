@@ -132,7 +132,7 @@ def test_the_benchmark_takes_sizes_that_were_measured(tmp_path: Path) -> None:
     config = step.get_config()
     config.model.path, config.data.source = str(tmp_path), f"jsonl:{tmp_path / 'questions.jsonl'}"
     step.write_questions(tmp_path / "questions.jsonl", config.batch.prompts)
-    validate(config)
+    validate(config, step.SCHEMA)
     compute = choose_compute(config, 64, mesh_of("cpu", 2))
     config = with_micro_batch_rows(config, compute)
     assert (config.batch.micro_batch_rows, compute.attention, compute.shared_prompts) == (8, "naive", True)

@@ -42,7 +42,7 @@ def make_preview(config: ConfigDict) -> None:
     with start_model(config, items, mesh) as (model_config, tokenizer):
         check_model(longest(stage_configs(config)), model_config, tokenizer)
         check_devices(config, model_config, mesh)
-        preview.load_splits(config, tokenizer, items)
+        preview.read_prompts(config, tokenizer, items)
 
 
 @pytest.mark.parametrize(

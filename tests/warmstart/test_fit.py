@@ -11,14 +11,12 @@ from factories import random_params, tiny_model
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxprorl.data.splits import SPLITS, Items, load_items, load_splits
+from jaxprorl.data.splits import Items, load_items, load_splits
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
-from jaxprorl.errors import ConfigError, DataError
+from jaxprorl.errors import ConfigError
 from jaxprorl.models import hf
-from jaxprorl.monitoring.progress import Progress
 from jaxprorl.packing import Sample
 from jaxprorl.sharding.mesh import make_mesh, moment_shardings, param_shardings
-from jaxprorl.start import base_model
 from jaxprorl.types import Prompt
 from jaxprorl.warmstart import fit, solutions
 from jaxprorl.warmstart.tokenizer import build_tokenizer
@@ -207,18 +205,6 @@ def test_parameters_and_moments_lie_as_the_tables_say_from_the_first_update_on(s
 
 def is_adam(node: Any) -> bool:
     return hasattr(node, "mu")
-
-
-def test_what_rl_trains_on_is_measured_with_the_new_tokenizer_before_the_long_work(
-    tmp_path: Path, tiny_items: Items, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tiny_run.get_config()
-    rows = [{"prompt": f"{n} + 1 =" + "x" * 60 * (n == 7), "answer": "1", "split": SPLITS[n % 3]} for n in range(30)]
-    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config.cache_dir, config.data.source = str(tmp_path / "cache"), f"jsonl:{tmp_path / 'q.jsonl'}"
-    monkeypatch.setattr(fit, "fit", lambda *_: pytest.fail("the long work has begun"))
-    with pytest.raises(DataError, match=r"q\.jsonl, line 8: the prompt has \d+ tokens, rollout\.max_prompt_tokens = 24"):
-        base_model(config, mesh, Progress(1, False), load_items(config))
 
 
 def test_long_questions_are_dropped_from_the_warm_start_too(tiny_items: Items, tiny_tokenizer: Tokenizer) -> None:

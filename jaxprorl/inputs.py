@@ -31,6 +31,7 @@ def with_arguments(config: ConfigDict, reward: Any, questions: Path | None) -> C
     with config.unlocked():
         if reward is not None:
             config.reward = reward_spec(reward, Path(config.cache_dir) / "rewards")
+            config.evaluation.reward = ""  # it grades the evaluation too
         if questions is not None:
             config.data.source = f"jsonl:{questions}"
     return config

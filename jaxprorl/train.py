@@ -85,8 +85,8 @@ def train(
 
     Args:
         config: is not changed.
-        reward: in place of `config.reward`: a function `(completion_text, prompt)`, its name, or several with weights; see
-            `rewards.registry.reward_spec`.
+        reward: in place of `config.reward` and `config.evaluation.reward`: a function `(completion_text, prompt)`, its name, or several
+            with weights; see `rewards.registry.reward_spec`.
         prompts: questions in place of `config.data.source`, as dicts with the fields of a JSON line (data/jsonl.py).
         own_process: the process is a script's own: signals that come when there is nothing to save, or twice, end it (`preemption`).
             Otherwise they only ever raise, as soon as that is safe (`interrupts`).

@@ -3,7 +3,6 @@
 import hashlib
 import importlib.metadata
 import json
-import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,6 @@ from ml_collections import ConfigDict
 from jaxprorl import storage, streams
 from jaxprorl import watch as watching
 from jaxprorl.checkpoint import Checkpoints, Host, newest_sound_step, read_host, require_space, restore_params, restore_state
-from jaxprorl.commit import committed_steps
 from jaxprorl.compilation import use_compilation_cache
 from jaxprorl.data.domains import choose
 from jaxprorl.data.prompts import check_chat_template
@@ -30,6 +28,7 @@ from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.errors import CheckpointError, ConfigError
 from jaxprorl.evaluation.harness import evaluate
 from jaxprorl.inputs import head_dim, is_run, read_inputs
+from jaxprorl.model_cache import of_warm_start
 from jaxprorl.model_folder import check_vocabulary
 from jaxprorl.models import hf
 from jaxprorl.models.compute import choose_compute
@@ -279,39 +278,10 @@ def base_model(config: ConfigDict, mesh: Mesh, progress: Progress, items: Items 
     """The folder of the start model, and whether it was there already. `items` of `config.data` save drawing them again."""
     if config.model.path:
         return Path(config.model.path), True
-    source = _of_warm_start(config)
+    source = of_warm_start(config)
     if items is None or source.data.source != config.data.source:
         items = load_items(source)
     return fit.base_model(source, items, mesh, progress.phase)
-
-
-def check_cache(config: ConfigDict, folder: RunFolder | None = None) -> None:
-    """Refuses, before the base model is made, a cache that could not hold it. One that can only be read serves as far as it goes.
-
-    Args:
-        folder: of the run; one that has a checkpoint needs no base model. None = it is made in any case.
-
-    Raises:
-        ConfigError: names the folder and what is wrong with it.
-    """
-    cache = Path(config.cache_dir)
-    remedy = "allow writing there, or choose another one (--config.cache_dir=FOLDER)"
-    reason = storage.unwritable(cache)
-    if os.path.lexists(cache) and not cache.is_dir():
-        raise ConfigError(f"cache_dir = {config.cache_dir!r}: {reason}; {remedy}")
-    going_on = folder is not None and config.on_existing != "replace" and committed_steps(folder.checkpoints)
-    if reason and not config.model.path and not going_on:
-        made = cache / "warmstart" / fit.fingerprint(_of_warm_start(config))
-        if not os.path.isfile(made / "config.json"):  # Path's raises for a name that is too long
-            raise ConfigError(f"cache_dir = {config.cache_dir!r}: {reason}, and the base model has to be made and kept there; {remedy}")
-
-
-def _of_warm_start(config: ConfigDict) -> ConfigDict:
-    """The config that the base model is made by: demonstrations come from the tasks, whatever RL trains on."""
-    source = config.copy_and_resolve_references()
-    with source.unlocked():
-        source.data.source = "reasoning_gym"
-    return source
 
 
 def check_model(config: ConfigDict, model_config: Qwen2Config, tokenizer: Tokenizer) -> None:

@@ -15,13 +15,14 @@ from jaxprorl.data.splits import Items, load_items, load_splits
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.errors import CheckpointError, ConfigError
 from jaxprorl.inputs import is_run, read_prompts
+from jaxprorl.model_cache import warm_start_config
 from jaxprorl.models import hf
 from jaxprorl.models.compute import automatic_compute, choose_compute
 from jaxprorl.models.qwen2 import Qwen2Config
 from jaxprorl.recipe import longest, stage_configs, stages
 from jaxprorl.run_folder import RunFolder
 from jaxprorl.sharding.strategies import BATCH_AXES
-from jaxprorl.start import check_model, prepare_devices, warm_start_config
+from jaxprorl.start import check_model, prepare_devices
 from jaxprorl.state import state_shardings
 from jaxprorl.warmstart import fit
 from jaxprorl.warmstart.tokenizer import build_tokenizer

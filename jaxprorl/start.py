@@ -3,7 +3,6 @@
 import hashlib
 import importlib.metadata
 import json
-import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -22,12 +21,11 @@ from ml_collections import ConfigDict
 from jaxprorl import storage, streams
 from jaxprorl import watch as watching
 from jaxprorl.checkpoint import Checkpoints, Host, newest_sound_step, read_host, require_space, restore_params, restore_state
-from jaxprorl.commit import committed_steps
 from jaxprorl.compilation import use_compilation_cache
 from jaxprorl.data.domains import choose
 from jaxprorl.data.duplicates import lines
 from jaxprorl.data.prompts import check_chat_template
-from jaxprorl.data.splits import Items, Splits, fingerprint, load_items
+from jaxprorl.data.splits import Items, Splits, fingerprint
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.errors import CheckpointError, ConfigError
 from jaxprorl.evaluation.harness import evaluate
@@ -35,6 +33,7 @@ from jaxprorl.evaluation.statistics import rate_text
 from jaxprorl.files import write_atomically
 from jaxprorl.grading import check_graders
 from jaxprorl.inputs import head_dim, is_run, model_folder, read_inputs, read_prompts, record_findings
+from jaxprorl.model_cache import base_model
 from jaxprorl.model_folder import check_vocabulary, doubtful_stops
 from jaxprorl.models import hf
 from jaxprorl.models.compute import choose_compute
@@ -55,7 +54,6 @@ from jaxprorl.sharding.mesh import make_mesh, run_devices, set_cpu_devices
 from jaxprorl.sizes import with_cpu_devices, with_micro_batch_rows
 from jaxprorl.state import RunState, TrainState, abstract_state, start_state, state_shardings
 from jaxprorl.types import Group, Prompt
-from jaxprorl.warmstart import fit
 
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "reasoning_gym", "tokenizers")
 
@@ -287,44 +285,6 @@ def prepare_devices(config: ConfigDict) -> Mesh:
         return make_mesh(config.mesh.strategy, run_devices(count), sizes)
     except ValueError as error:
         raise ConfigError(f"mesh.{error}") from None
-
-
-def base_model(config: ConfigDict, mesh: Mesh, progress: Progress, items: Items | None = None) -> tuple[Path, bool]:
-    """The folder of the start model, and whether it was there already. `items` of `config.data` save drawing them again."""
-    if config.model.path:
-        return Path(config.model.path), True
-    source = warm_start_config(config)
-    if items is None or source.data.source != config.data.source:
-        items = load_items(source)
-    return fit.base_model(source, items, mesh, progress.phase, progress.note)
-
-
-def check_cache(config: ConfigDict, folder: RunFolder | None = None) -> None:
-    """Refuses, before the base model is made, a cache that could not hold it. One that can only be read serves as far as it goes.
-
-    Args:
-        folder: of the run; one that has a checkpoint needs no base model. None = it is made in any case.
-
-    Raises:
-        ConfigError: names the folder and what is wrong with it.
-    """
-    cache = Path(config.cache_dir)
-    remedy = "allow writing there, or choose another one (--config.cache_dir=FOLDER)"
-    reason = storage.unwritable(cache)
-    if os.path.lexists(cache) and not cache.is_dir():
-        raise ConfigError(f"cache_dir = {config.cache_dir!r}: {reason}; {remedy}")
-    going_on = folder is not None and config.on_existing != "replace" and committed_steps(folder.checkpoints)
-    needed = not config.model.path and not going_on and not fit.is_made(fit.cached_folder(warm_start_config(config)))
-    if reason and needed:
-        raise ConfigError(f"cache_dir = {config.cache_dir!r}: {reason}, and the base model has to be made and kept there; {remedy}")
-
-
-def warm_start_config(config: ConfigDict) -> ConfigDict:
-    """The config that the base model is made by: demonstrations come from the tasks, whatever RL trains on."""
-    source = config.copy_and_resolve_references()
-    with source.unlocked():
-        source.data.source = "reasoning_gym"
-    return source
 
 
 def check_model(config: ConfigDict, model_config: Qwen2Config, tokenizer: Tokenizer) -> None:

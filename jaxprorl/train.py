@@ -13,26 +13,26 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxprorl import storage, streams
+from jaxprorl import storage
 from jaxprorl import watch as watching
 from jaxprorl.batch import batch_advantages, host_batch, packing_metrics, placed
 from jaxprorl.budget import is_over, spent
 from jaxprorl.caller import left_as_found
-from jaxprorl.checkpoint import Host, read_host
-from jaxprorl.commit import committed_steps
+from jaxprorl.checkpoint import Host
 from jaxprorl.compilation import no_compilation
 from jaxprorl.config import validate
-from jaxprorl.errors import ConfigError, NonFiniteError
+from jaxprorl.errors import NonFiniteError
 from jaxprorl.evaluation.harness import evaluate, first_per_task
 from jaxprorl.evaluation.report import write_report
 from jaxprorl.evaluation.summary import build_summary, peak_memory_bytes, write_summary
 from jaxprorl.export import write_model
+from jaxprorl.finished import finished, read_only
 from jaxprorl.grading import check_graders
 from jaxprorl.inputs import read_inputs, with_arguments
 from jaxprorl.interrupts import Interrupts
+from jaxprorl.model_cache import check_cache
 from jaxprorl.monitoring.alarms import AlarmError, Paused
 from jaxprorl.monitoring.profile import end_trace, start_trace, stop_trace
-from jaxprorl.monitoring.views import Views, warning
 from jaxprorl.preemption import Preemption
 from jaxprorl.preview import check_start
 from jaxprorl.prompt_file import told_by_index, write_prompts
@@ -44,10 +44,10 @@ from jaxprorl.rollout import surplus
 from jaxprorl.rollout.collect import Rollout, RolloutBatch
 from jaxprorl.rollout.engine import exam_sampling
 from jaxprorl.rollout.metrics import rollout_metrics
-from jaxprorl.run_folder import RunFolder, as_begun, check_config, has_begun, open_run, what_comes_next
+from jaxprorl.run_folder import RunFolder, as_begun, has_begun, open_run, what_comes_next
 from jaxprorl.schema import checked
 from jaxprorl.sharding.mesh import cpu_devices_there, set_cpu_devices
-from jaxprorl.start import Training, check_cache, evaluate_held_out, start
+from jaxprorl.start import Training, evaluate_held_out, start
 from jaxprorl.state import RunState, TrainState
 from jaxprorl.transitions import advance, begin_stage, look_ahead, reset_if_due
 from jaxprorl.types import Group
@@ -319,37 +319,6 @@ def validate_policy(training: Training, step: int) -> dict[str, float]:
     training.recorder.event(step, "validation", **told, per_task=rates)
     shown = told | {"completion_tokens": result["completion_tokens"], "items": result["n"]} | rates
     return {f"validation.{name}": value for name, value in shown.items() if value is not None}  # metrics are numbers: no rate, no entry
-
-
-def finished(config: ConfigDict, folder: RunFolder) -> dict[str, Any] | None:
-    """The summary of a run that is over already."""
-    if not folder.summary.is_file():
-        return None
-    summary: dict[str, Any] = json.loads(folder.summary.read_text())
-    steps = summary["steps"]
-    if steps != config.steps:
-        saved = committed_steps(folder.checkpoints)
-        if steps > config.steps or not saved or saved[-1] != steps or not is_over(config, read_host(folder.checkpoints, steps).run):
-            return None
-    if not folder.report.is_file():  # it was killed between the two, or could not write it
-        views = Views()
-        views.show("report", write_report, folder.path)
-        for view, why in views.news().items():
-            streams.say(warning(view, why))
-    return summary
-
-
-def read_only(config: ConfigDict, folder: RunFolder, reason: str) -> dict[str, Any]:
-    """The summary of a run that is over, where nothing can be written.
-
-    Raises:
-        ConfigError: it is not over, or of another config.
-    """
-    check_config(config, folder)
-    summary = finished(config, folder) if has_begun(folder) and config.on_existing == "resume" else None
-    if summary is None:
-        raise ConfigError(f"runs_dir = {config.runs_dir!r}: {reason}; allow writing there, or choose another one")
-    return summary
 
 
 def finish(config: ConfigDict, training: Training, started_s: float) -> dict[str, Any]:

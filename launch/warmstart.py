@@ -25,10 +25,11 @@ def main(argv: list[str]) -> int:
     try:
         config = config_module.load(argv)
         config_module.validate(config)
+        from jaxprorl.model_cache import base_model, check_cache
         from jaxprorl.monitoring.progress import Progress
         from jaxprorl.preemption import Preemption
         from jaxprorl.sizes import with_cpu_devices
-        from jaxprorl.start import base_model, check_cache, prepare_devices
+        from jaxprorl.start import prepare_devices
 
         config = with_cpu_devices(config)  # as a run does: the cache tells models apart by it
         check_cache(config)

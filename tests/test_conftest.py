@@ -30,7 +30,8 @@ def test_other(): ...
 def run_inner(folder: Path, *arguments: str, **variables: str) -> tuple[int, str]:
     """Runs a small suite under a copy of conftest.py, in a checkout that has no second environment."""
     (folder / "tests").mkdir(exist_ok=True)
-    shutil.copy(Path(__file__).parent / "conftest.py", folder / "tests")
+    for name in ("conftest.py", "places.py"):
+        shutil.copy(Path(__file__).parent / name, folder / "tests")
     shutil.copy(Path(__file__).parent.parent / "pyproject.toml", folder)
     (folder / "tests/test_inner.py").write_text(INNER)
     environment = {name: value for name, value in os.environ.items() if name not in ("JAXPRORL_REQUIRE_VLLM", "JAXPRORL_VLLM_PYTHON")}

@@ -72,6 +72,29 @@ def test_a_reader_that_leaves_ends_no_run_and_neither_do_tensorboard_and_report(
     assert (run / "tensorboard").read_text() == "a file in the folder's place"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "checkpoints.py list runs/tiny",
+        "replay.py --run runs/tiny",
+        "report.py --run runs/tiny --output OUT",
+        "export_hf.py --run runs/tiny --output OUT/model",
+        "sample.py --run runs/tiny --prompts 1",
+        f"train.py --config={tiny_run.ROOT}/tests/tiny_run.py:",
+    ],
+)
+def test_a_script_whose_output_nobody_reads_ends_well(home: Path, tmp_path: Path, command: str) -> None:
+    script, *arguments = command.replace("OUT", str(tmp_path)).split()
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run(
+        [sys.executable, str(tiny_run.ROOT / "launch" / script), *arguments], cwd=home, env=tiny_run.user_environment(), stdout=theirs,
+        stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_terminal_that_goes_away_ends_no_run(place: Path, home: Path) -> None:
     ours, theirs = pty.openpty()
     command = tiny_run.Command(place, terminal=theirs)

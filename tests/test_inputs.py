@@ -43,7 +43,8 @@ def with_rows(folder: Path, model: Path, long_ones: int, **overrides: Any) -> Co
     rows = [{"prompt": f"q{n}", "answer": str(n), "split": SPLITS[n % 3]} for n in range(12)]
     rows += [{"prompt": f"long {n}", "answer": "1", "split": "train"} for n in range(long_ones)]
     (folder / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return tiny_config(data__source=f"jsonl:{folder / 'q.jsonl'}", model__path=str(model), rollout__max_prompt_tokens=5, **overrides)
+    overrides |= {"data__source": f"jsonl:{folder / 'q.jsonl'}", "model__path": str(model), "rollout__max_prompt_tokens": 5}
+    return tiny_config(reward="jaxprorl.rewards.text:exact_match", evaluation__reward="", **overrides)
 
 
 def prompts(config: ConfigDict) -> Splits:

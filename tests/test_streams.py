@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = sorted(path.name for path in (ROOT / "launch").glob("*.py"))
 
 # Says on descriptor 9, which stays, what became of the streams.
 PROGRAM = """
@@ -125,20 +124,6 @@ def test_characters_that_an_encoding_lacks_are_shown_as_escapes(tmp_path: Path, 
 def test_streams_that_somebody_has_replaced_are_left_alone() -> None:
     work = "import io; mine = sys.stdout = io.StringIO(); streams.protect(); streams.protect()"
     assert run(work, "sys.stdout is mine", output=subprocess.DEVNULL) == "True"
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_whose_output_nobody_reads_ends_as_it_would(script: str) -> None:
-    descriptor = broken_pipe()
-    try:
-        done = subprocess.run(
-            [sys.executable, ROOT / "launch" / script, "--help"], stdout=descriptor, stderr=subprocess.PIPE, text=True, check=False
-        )
-    finally:
-        os.close(descriptor)
-    whole = subprocess.run([sys.executable, ROOT / "launch" / script, "--help"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (whole.returncode, whole.stderr)
-    assert "BrokenPipe" not in done.stderr
 
 
 @pytest.mark.parametrize("closed", CLOSED, ids=" ".join)

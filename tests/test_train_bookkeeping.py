@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from jaxprorl.errors import NonFiniteError
 from jaxprorl.rollout.collect import RolloutBatch
 from jaxprorl.state import RunState
-from jaxprorl.train import Step, advance, check_graders, check_updates
+from jaxprorl.train import Step, advance, check_batch, check_updates
 
 
 class FakeRecorder:
@@ -47,9 +47,9 @@ def test_steps_at_the_cap_are_counted_in_a_row() -> None:
 
 def test_a_batch_that_is_not_full_is_warned_of_and_logged() -> None:
     training = fake_training(tiny_config())
-    check_graders(training, 6, batch_of(4))
+    check_batch(training, 6, batch_of(4))
     assert training.recorder.events == training.recorder.notes == []
-    check_graders(training, 6, batch_of(3))
+    check_batch(training, 6, batch_of(3))
     assert training.recorder.events == [(6, "cap_reached", {"drawn": 5, "kept": 3, "wanted": 4})]
     (note,) = training.recorder.notes
     assert note.startswith("WARNING: step 6: 5 prompts drawn (batch.max_drawn_factor) and only 3 of 4 groups")

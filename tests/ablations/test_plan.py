@@ -48,7 +48,7 @@ def test_a_plan_says_who_is_compared_by_what_and_what_it_can_find() -> None:
         ({"arms": {"never": ()}}, "at least two arms"),
         ({"arms": {"never": (), "same": ("resets.every_steps=0",)}}, "is the same experiment as arm never"),
         ({"arms__often": "resets.every_steps=1"}, "arms.often = 'resets.every_steps=1': use a tuple"),
-        ({"arms__often": ("resets.every_stepz=1",)}, "arms.often: unknown field 'every_stepz'"),
+        ({"arms__often": ("resets.every_stepz=1",)}, "arms.often: unknown field 'resets.every_stepz'"),
         ({"arms__often": ("resets.every_steps=x",)}, "arms.often: "),
         ({"arms__often": ("seed=3",)}, "seed: set for every run by the harness"),
         ({"arms__often": ("budget.updates=3",)}, "budget.updates: set for every run by the harness"),

@@ -187,13 +187,22 @@ def _without(path: str) -> str:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "3", "{}", '{"resets": 3, "stages": []}', *map(_without, ("stages", "resets", "resets.length", "alarms.repetition"))],
+    ["", "{", "[]", "3", "{}", '{"resets": 3, "stages": []}', *map(_without, ("stages", "resets"))],
 )
 def test_a_config_that_is_torn_or_of_another_version_is_refused(write: Write, text: str) -> None:
     run = write([])
     (run / "config.json").write_text(text)
     with pytest.raises(DataError, match=r"config\.json: "):
         replay(run)
+
+
+@pytest.mark.parametrize("missing", ["resets.length", "alarms.repetition", "alarms.repetition.above", "alarms"])
+def test_a_run_of_before_a_trigger_is_replayed_with_its_default(write: Write, missing: str) -> None:
+    run = write([(4, "every_steps"), (8, "every_steps")])
+    (run / "config.json").write_text(to_json(tiny_config()))
+    whole = replay(run)
+    (run / "config.json").write_text(_without(missing))
+    assert replay(run) == whole
 
 
 def test_the_command(write: Write) -> None:

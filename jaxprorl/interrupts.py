@@ -1,8 +1,8 @@
 """Signals while `train` is called from Python: the process, its signal handlers and its variables are the caller's.
 
-Ctrl-C, SIGTERM and SIGUSR1 are only noted. The loop saves at its next step boundary; all other work leaves at its next `safe_point`. What
-is open is then closed in order, and an exception tells the caller. Nothing is raised between any two instructions: that would leave locks
-of libraries locked (`preemption` tells more, which ends a process that is a script's own).
+Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP are only noted. The loop saves at its next step boundary; all other work leaves at its next
+`safe_point`. What is open is then closed in order, and an exception tells the caller. Nothing is raised between any two instructions: that
+would leave locks of libraries locked (`preemption` tells more, which ends a process that is a script's own).
 """
 
 import ctypes
@@ -39,7 +39,7 @@ class Interrupts:
 
     Raises:
         Interrupted: on leaving, after Ctrl-C, unless another error is on its way.
-        Preempted: likewise, after SIGTERM or SIGUSR1.
+        Preempted: likewise, after SIGTERM, SIGUSR1 or SIGHUP.
     """
 
     def __init__(self, what_comes_next: Callable[[], str]):

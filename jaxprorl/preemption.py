@@ -1,4 +1,6 @@
-"""Signals that end a run: SIGTERM and SIGUSR1, which clusters send before they take a machine away (save first), and Ctrl-C (leave now)."""
+"""Signals that end a run. SIGTERM and SIGUSR1 (clusters send them before they take a machine away) and SIGHUP (the terminal was closed)
+save first; Ctrl-C leaves at once.
+"""
 
 import _thread
 import contextlib
@@ -17,9 +19,9 @@ from jaxprorl.rollout import segments
 
 EXIT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the work is saved, start the same command again
 INTERRUPTED = 130  # after Ctrl-C, as shells have it
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
-REPEATED_WITHIN_S = 2.0  # so soon, SIGTERM and SIGUSR1 are the first one again: to the process and to its group, or sent on by a parent
+REPEATED_WITHIN_S = 2.0  # so soon, one of SIGNALS is the first one again: to the process and to its group, or sent on by a parent
 LEAVE_WITHIN_S = 2.0
 SAVED_EVERY_S = 0.05  # how often a save under way is looked at
 
@@ -37,7 +39,7 @@ class Preempted(SystemExit):
 class Preemption:
     """Listens for the signals while it is entered; only the main thread may enter it.
 
-    Inside `guarded` work (the loop) SIGTERM and SIGUSR1 only set `requested`, and the loop leaves at its next step boundary.
+    Inside `guarded` work (the loop) SIGNALS only set `requested`, and the loop leaves at its next step boundary.
     Elsewhere (data, warm start, evaluation) nothing new would be saved, so they end the process at once, or as soon as it is not `saving`.
     Ctrl-C ends it at once everywhere, and so do a second signal, and `save_within_s` running out, which tells where the process hangs.
 
@@ -47,7 +49,7 @@ class Preemption:
     A thread of its own listens, since a handler would have to wait until the main thread comes back from compiled code.
 
     Args:
-        save_within_s: seconds from SIGTERM or SIGUSR1 to the exit, at most.
+        save_within_s: seconds from one of SIGNALS to the exit, at most.
         what_comes_next: a few words for whoever ends the process at once; called then, in the listening thread.
 
     Attributes:
@@ -150,7 +152,7 @@ class Preemption:
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
         self._previous_pipe = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._previous: dict[int, Any] = {number: signal.signal(number, _heard) for number in (*SIGNALS, signal.SIGINT)}
+        self._previous: dict[int, Any] = {number: signal.signal(number, _heard) for number in listened()}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -161,6 +163,12 @@ class Preemption:
         self._thread.join()
         os.close(self._read)
         os.close(self._write)
+
+
+def listened() -> tuple[signal.Signals, ...]:
+    """SIGNALS and Ctrl-C; without SIGHUP where the process ignores it, as `nohup` has it."""
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    return tuple(number for number in (*SIGNALS, signal.SIGINT) if number not in ignored)
 
 
 def _name(number: int | None) -> str:

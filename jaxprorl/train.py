@@ -101,7 +101,7 @@ def train(
         AlarmError: an alarm with the action "stop" rings; the run is saved.
         Paused: one with the action "pause" rings; the run is saved.
         Interrupted: Ctrl-C came; what there was to save is saved. A KeyboardInterrupt.
-        Preempted: SIGTERM or SIGUSR1 came; what there was to save is saved. A SystemExit with `preemption.EXIT_STATUS`.
+        Preempted: SIGTERM, SIGUSR1 or SIGHUP came; what there was to save is saved. A SystemExit with `preemption.EXIT_STATUS`.
     """
     started_s = time.perf_counter()
     config = checked(config)

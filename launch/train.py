@@ -1,7 +1,7 @@
 """Trains: python launch/train.py --config=configs/quickstart.py [--config.FIELD=VALUE ...]
 
 Every field is in configs/base.py. A run that was stopped goes on from its last checkpoint when the same command is given again.
-SIGTERM and SIGUSR1 finish the step, save and leave with status 75; Ctrl-C leaves with 130.
+SIGTERM, SIGUSR1 and SIGHUP finish the step, save and leave with status 75; Ctrl-C leaves with 130.
 """
 
 import os

@@ -20,8 +20,9 @@ import pytest
 from places import NO_MOUNT
 
 jax.config.update("jax_num_cpu_devices", 2)
-# A shell has its background jobs ignore Ctrl-C, and so would all processes that the tests start.
+# A shell has its background jobs ignore Ctrl-C, nohup a closed terminal, and so would all processes that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ROOT = Path(__file__).parent.parent
 NO_REFERENCE = "no second environment"

@@ -1,9 +1,11 @@
+import fcntl
 import os
 import pty
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
 import threading
 import time
@@ -23,7 +25,7 @@ LONG_S = 60.0
 def test_the_status_is_the_documented_one() -> None:
     assert EXIT_STATUS == 75 == os.EX_TEMPFAIL
     assert Preempted().code == 75
-    assert set(SIGNALS) == {signal.SIGTERM, signal.SIGUSR1}
+    assert set(SIGNALS) == {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -110,8 +112,8 @@ def program(text: str, *arguments: object) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("first", "where", "status"),
     [
-        (signal.SIGTERM, "outside", EXIT_STATUS), (signal.SIGUSR1, "outside", EXIT_STATUS), (signal.SIGINT, "outside", INTERRUPTED),
-        (signal.SIGINT, "guarded", INTERRUPTED),
+        (signal.SIGTERM, "outside", EXIT_STATUS), (signal.SIGUSR1, "outside", EXIT_STATUS), (signal.SIGHUP, "outside", EXIT_STATUS),
+        (signal.SIGINT, "outside", INTERRUPTED), (signal.SIGINT, "guarded", INTERRUPTED),
     ],
 )  # fmt: skip
 def test_what_has_nothing_to_save_ends_at_once(first: signal.Signals, where: str, status: int) -> None:
@@ -122,6 +124,45 @@ def test_what_has_nothing_to_save_ends_at_once(first: signal.Signals, where: str
     assert time.perf_counter() - started_s < 5
     assert (process.returncode, stdout) == (status, "")
     assert stderr == f"{'interrupted' if first == signal.SIGINT else first.name}: more to come\n"
+
+
+# Its guarded work is saved, into a file, as soon as it is asked for.
+SAVES = """
+import sys, time
+from pathlib import Path
+from jaxprorl.preemption import Preemption
+with Preemption(60.0) as preemption, preemption.guarded():
+    Path(sys.argv[1], "ready").touch()
+    while not preemption.requested: time.sleep(0.01)
+    Path(sys.argv[1], "saved").write_text(preemption.requested)
+"""
+
+
+def test_a_terminal_that_is_closed_lets_guarded_work_save(tmp_path: Path) -> None:
+    master, terminal = os.openpty()
+
+    def take_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    command = [sys.executable, "-c", SAVES, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=terminal, stdout=terminal, stderr=terminal, preexec_fn=take_terminal) as process:
+        os.close(terminal)
+        until((tmp_path / "ready").exists)
+        os.close(master)
+        assert process.wait(30) == EXIT_STATUS
+    assert (tmp_path / "saved").read_text() == "SIGHUP"
+
+
+def test_under_nohup_a_closed_terminal_changes_nothing(tmp_path: Path) -> None:
+    with subprocess.Popen(["nohup", sys.executable, "-c", SAVES, str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+        until((tmp_path / "ready").exists)
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == EXIT_STATUS
+    assert (tmp_path / "saved").read_text() == "SIGTERM"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from jaxprorl.ablations.plan import Plan, resolve
 from jaxprorl.config import differences
 from jaxprorl.errors import ConfigError, RunLockedError
 from jaxprorl.files import new_folder, write_atomically
-from jaxprorl.preemption import EXIT_STATUS, SIGNALS, Preempted
+from jaxprorl.preemption import EXIT_STATUS, Preempted, listened
 from jaxprorl.run_folder import move_aside
 from jaxprorl.run_lock import RunLock
 from jaxprorl.warmstart.fields import start_fields
@@ -208,7 +208,7 @@ def run_process(script: str, experiment: str, changes: Sequence[str], log: Path)
         elif process:
             process.send_signal(number)  # for Ctrl-C in a terminal it is the second one, which changes nothing
 
-    before = {number: signal.signal(number, stop) for number in (*SIGNALS, signal.SIGINT)}
+    before = {number: signal.signal(number, stop) for number in listened()}
     try:
         with log.open("ab") as file:
             begin = file.tell()

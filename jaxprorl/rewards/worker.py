@@ -19,7 +19,7 @@ from jaxprorl.types import Outcome, Prompt
 MAX_DETAIL_CHARS = 500
 SHOW_WITHIN_S = 0.5  # what a reward prints is lost when nobody reads for so long, which is less than a sensible time limit
 # A cluster sends these to every process of a job. The parent then finishes its step, for which it needs its graders.
-PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
+PREEMPTION = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @dataclass(frozen=True)

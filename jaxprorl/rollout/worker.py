@@ -65,7 +65,7 @@ class Settings:
 def main(argument: str) -> NoReturn:
     """The process. `argument`: `Settings` as JSON. Ends it without the interpreter's clean-up, which takes torch seconds."""
     settings = Settings(**json.loads(argument))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the trainer's business: it finishes its step first
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):  # the trainer's business: it finishes its step first
         signal.signal(number, signal.SIG_IGN)
     die_with(settings.parent_pid)
     results = RingWriter(segments.attach(Path(settings.results)).buffer)

@@ -177,6 +177,7 @@ def faulty(*_: Any) -> None:
 
 
 LONG_WARM_START = {"warmstart__skill_updates": 100_000, "warmstart__max_skill_updates": 100_000, "seed": 5}
+RINGS = {"alarms__entropy_collapse__floor": 99.0}  # nats, which no policy of this vocabulary reaches
 NEVER = lambda: False  # noqa: E731
 
 # How `train` is left: (config, reward, what is raised, signals, when they come).
@@ -184,8 +185,8 @@ WAYS: dict[str, tuple[dict[str, Any], Any, type[BaseException] | None, tuple[sig
     "its end": ({}, None, None, (), NEVER),
     "a bad config": ({"batch__prompts": 10_000, "batch__refill_prompts": 10_000}, None, ConfigError, (), NEVER),
     "graders that fail": ({}, broken, GraderError, (), NEVER),
-    "an alarm that pauses": ({"alarms__unique_tokens__action": "pause", "alarms__unique_tokens__below": 1.1}, None, Paused, (), NEVER),
-    "an alarm that stops": ({"alarms__unique_tokens__action": "stop", "alarms__unique_tokens__below": 1.1}, None, AlarmError, (), NEVER),
+    "an alarm that pauses": (RINGS | {"alarms__entropy_collapse__action": "pause"}, None, Paused, (), NEVER),
+    "an alarm that stops": (RINGS | {"alarms__entropy_collapse__action": "stop"}, None, AlarmError, (), NEVER),
     "a fault in a traced step": ({"profile_steps": (2,)}, None, ZeroDivisionError, (), NEVER),
     "ctrl-c in the loop": ({"steps": 1000}, None, Interrupted, (signal.SIGINT,), in_the_loop),
     "ctrl-c twice in the loop": ({"steps": 1000}, slow, Interrupted, (signal.SIGINT, signal.SIGINT), in_the_loop),

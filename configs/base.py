@@ -32,7 +32,7 @@ def get_config() -> ConfigDict:
     c = ConfigDict()
     c.run_name = "base"  # the run lives in runs_dir/run_name
     c.runs_dir = "runs"  # folder of all runs
-    c.cache_dir = ".cache"  # compiled executables and warm-start models, shared by runs; safe to delete
+    c.cache_dir = ".cache"  # executables, base models (made again if deleted); rewards and questions from Python, which their runs need
     c.seed = 0  # warm start, prompt order and sampling; the data has seeds of its own
     c.steps = 100  # RL length at most: one step = one rollout batch and its `batch.updates` updates; also over when its last stage ends
     c.stages = ()  # what changes on the way, in order, each made by `stage` above (docs/stages.md); () = the whole run is one

@@ -80,7 +80,14 @@ class Checkpoints:
         self._saving: tuple[int, int, Future[None]] | None = None  # step, bytes and outcome of the save that has not been waited for
         self._last: Future[None] | None = None
 
-    def save(self, state: TrainState, host: Host, validation_solve_rate: float | None = None, reset_boundary: bool = False) -> None:
+    def save(
+        self,
+        state: TrainState,
+        host: Host,
+        validation_solve_rate: float | None = None,
+        reset_boundary: bool = False,
+        validation_ungraded: int = 0,
+    ) -> None:
         """Copies the arrays to the host and returns; files are written and committed in the background.
 
         Raises:
@@ -97,17 +104,17 @@ class Checkpoints:
             self._checkpointer.save(commit.step_folder(self.folder, step), args=arguments)
         except OSError as error:
             raise CheckpointError(storage.problem(commit.step_folder(self.folder, step), needed, error)) from error
-        self._last = self._thread.submit(self._commit, step, validation_solve_rate, reset_boundary)
+        self._last = self._thread.submit(self._commit, step, validation_solve_rate, reset_boundary, validation_ungraded)
         self._saving = step, needed, self._last
 
     def saving(self) -> bool:
         """Whether a save is not yet committed. May be called in any thread."""
         return self._last is not None and not self._last.done()
 
-    def _commit(self, step: int, validation_solve_rate: float | None, reset_boundary: bool) -> None:
+    def _commit(self, step: int, validation_solve_rate: float | None, reset_boundary: bool, validation_ungraded: int) -> None:
         """Beside the loop, once Orbax's files are in place: digests, the commit record, and then retention."""
         self._checkpointer.wait_until_finished()
-        commit.write_record(self.folder, step, SCHEMA, validation_solve_rate, reset_boundary)
+        commit.write_record(self.folder, step, SCHEMA, validation_solve_rate, reset_boundary, validation_ungraded)
         records = commit.readable_records(self.folder)  # a damaged one is not ours to judge: it stays, and does not count
         kept = commit.to_keep(
             records,

@@ -34,6 +34,7 @@ class Record:
         files: path below the checkpoint's folder -> {"sha256", "bytes"}.
         validation_solve_rate: of the validation that belongs to this step, None without one.
         reset_boundary: a reset comes right after this checkpoint.
+        validation_ungraded: items of that validation which could not be graded, and are not in its rate.
     """
 
     step: int
@@ -41,6 +42,7 @@ class Record:
     files: Mapping[str, Mapping[str, Any]]
     validation_solve_rate: float | None
     reset_boundary: bool
+    validation_ungraded: int = 0  # records of before the count lack it
 
     @property
     def bytes(self) -> int:
@@ -64,15 +66,21 @@ def committed_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def write_record(folder: Path, step: int, schema: int, validation_solve_rate: float | None, reset_boundary: bool) -> Record:
+def write_record(
+    folder: Path, step: int, schema: int, validation_solve_rate: float | None, reset_boundary: bool, validation_ungraded: int = 0
+) -> Record:
     """Digests the checkpoint's files, makes them and their names durable, and commits them."""
     root = step_folder(folder, step)
     files = {name: _describe(root / name, sync=True) for name in _file_names(root)}
     for directory in [root, *(path for path in root.rglob("*") if path.is_dir())]:
         sync_directory(directory)
-    record = Record(step, schema, files, validation_solve_rate, reset_boundary)
+    record = Record(step, schema, files, validation_solve_rate, reset_boundary, validation_ungraded)
     content = {"step": step, "schema": schema, "files": files}
-    content |= {"validation_solve_rate": validation_solve_rate, "reset_boundary": reset_boundary}
+    content |= {
+        "validation_solve_rate": validation_solve_rate,
+        "validation_ungraded": validation_ungraded,
+        "reset_boundary": reset_boundary,
+    }
     path = record_path(folder, step)
     write_atomically(path, json.dumps(content | {"self": _self_digest(content)}, indent=1, sort_keys=True))
     sync_directory(folder)

@@ -236,7 +236,8 @@ def record(training: Training, done: Step | None, state: TrainState, run: RunSta
         host = Host(
             run, training.recorder.offsets(), training.identity, surplus.encode(left), watching.to_json(training.watch), temperature
         )
-        training.checkpoints.save(state, host, done.validation.get("validation.solve_rate"), reset_boundary)
+        rate, ungraded = done.validation.get("validation.solve_rate"), int(done.validation.get("validation.ungraded", 0))
+        training.checkpoints.save(state, host, rate, reset_boundary, ungraded)
     if alarms:
         end(training, done.number, alarms[0])
     return run

@@ -24,6 +24,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # looking at files takes no accel
 
 from jaxprorl import commit
 from jaxprorl.errors import CheckpointError, UserError
+from jaxprorl.evaluation.statistics import rate_text
 from jaxprorl.units import size_text
 
 
@@ -49,7 +50,8 @@ def show_list(run: str) -> int:
             bad += 1
             print(f"step {step:6d}  {error}")
             continue
-        rate = "" if record.validation_solve_rate is None else f"  validation {record.validation_solve_rate:.3f}"
+        validation = {"solve_rate": record.validation_solve_rate, "ungraded": record.validation_ungraded}
+        rate = "" if record.validation_solve_rate is None and not record.validation_ungraded else f"  validation {rate_text(validation)}"
         print(f"step {step:6d}  {size_text(record.bytes):>10}{rate}{'  before a reset' if record.reset_boundary else ''}")
     return 1 if bad else 0
 

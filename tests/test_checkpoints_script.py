@@ -44,7 +44,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     norm = "final_norm" if "final_norm" in state.params else sorted(state.params)[0]
     for run, step_4 in (("a", state), ("b", dataclasses.replace(state, params=state.params | {norm: state.params[norm] + 1.0}))):
         with Checkpoints(folder / run / "checkpoints", tiny_config(checkpoint__keep=3)) as checkpoints:
-            checkpoints.save(state, host_of(2), 0.25)
+            checkpoints.save(state, host_of(2), 0.25, False, 3)
             checkpoints.save(step_4, host_of(4), None, True)
     return folder
 
@@ -62,7 +62,7 @@ def test_list_shows_a_line_for_each(look: Look, home: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     sizes = [f"{size_text(commit.read_record(home / 'a/checkpoints', step).bytes):>10}" for step in (2, 4)]
     assert done.stdout.splitlines() == [
-        f"step      2  {sizes[0]}  validation 0.250",
+        f"step      2  {sizes[0]}  validation 0.250 (3 ungraded)",
         f"step      4  {sizes[1]}  before a reset",
     ]
 

@@ -29,7 +29,7 @@ from jaxprorl.data.splits import Items, Splits, fingerprint
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxprorl.errors import CheckpointError, ConfigError
 from jaxprorl.evaluation.harness import evaluate
-from jaxprorl.evaluation.statistics import rate_text
+from jaxprorl.evaluation.statistics import event_fields, rate_text
 from jaxprorl.files import write_atomically
 from jaxprorl.grading import check_graders
 from jaxprorl.inputs import head_dim, is_run, model_folder, read_inputs, read_prompts, record_findings
@@ -393,10 +393,8 @@ def evaluate_held_out(training: Training, when: str) -> dict[str, Any]:
         prompts = training.splits.held_out
         check = partial(check_graders, recorder, training.run.step, phase, config.grading.max_error_share)
         results[name] = evaluate(training.exam_engine, training.exam_graders, prompts, sampling, check, show)
-        rates = {task: row["solve_rate"] for task, row in results[name]["per_task"].items()}
-        shown = {field: results[name][field] for field in ("solve_rate", "mean_score", "ungraded")}
-        recorder.event(training.run.step, "evaluation", when=when, temperature=sampling.temperature, **shown, per_task=rates)
-        recorder.progress.note(f"{phase}: solve rate {rate_text(shown)}")
+        recorder.event(training.run.step, "evaluation", when=when, temperature=sampling.temperature, **event_fields(results[name]))
+        recorder.progress.note(f"{phase}: solve rate {rate_text(results[name])}")
     return results | {"time_s": time.perf_counter() - started_s}
 
 

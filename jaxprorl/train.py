@@ -24,6 +24,7 @@ from jaxprorl.config import validate
 from jaxprorl.errors import NonFiniteError
 from jaxprorl.evaluation.harness import evaluate, first_per_task
 from jaxprorl.evaluation.report import write_report
+from jaxprorl.evaluation.statistics import event_fields
 from jaxprorl.evaluation.summary import build_summary, peak_memory_bytes, write_summary
 from jaxprorl.export import write_model
 from jaxprorl.finished import finished, read_only
@@ -315,10 +316,9 @@ def validate_policy(training: Training, step: int) -> dict[str, float]:
     prompts = first_per_task(training.splits.validation, config.validation.items_per_task)
     check = partial(check_graders, training.recorder, step, "validation", config.grading.max_error_share)
     result = evaluate(training.exam_engine, training.exam_graders, prompts, exam_sampling(config), check)
-    rates = {task: row["solve_rate"] for task, row in result["per_task"].items()}
-    told = {name: result[name] for name in ("solve_rate", "mean_score", "ungraded")}
-    training.recorder.event(step, "validation", **told, per_task=rates)
-    shown = told | {"completion_tokens": result["completion_tokens"], "items": result["n"]} | rates
+    training.recorder.event(step, "validation", **event_fields(result))
+    shown = {name: result[name] for name in ("solve_rate", "mean_score", "ungraded", "completion_tokens")} | {"items": result["n"]}
+    shown |= {task: row["solve_rate"] for task, row in result["per_task"].items()}
     return {f"validation.{name}": value for name, value in shown.items() if value is not None}  # metrics are numbers: no rate, no entry
 
 

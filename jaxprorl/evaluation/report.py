@@ -95,7 +95,8 @@ def _gain_table(rows: Sequence[GainRow]) -> str:
     )
     return (
         f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
-        '<p class="soft">Same items before and after, one sample each at the evaluation temperature; greedy decoding beside it. In '
+        '<p class="soft">Same items before and after but for the ungraded ones, one sample each at the evaluation temperature; '
+        "greedy decoding beside it. In "
         "brackets: 95 % Wilson intervals, for the gain Newcombe's, which treats the two samples as independent. “Intervals apart”: the "
         "gain is positive and the two intervals do not touch. Rates count solved items, the mean score is the mean reward; “ungraded” "
         "items, whose grader failed, are in neither.</p>"
@@ -112,7 +113,8 @@ def _explanation(warm_start: Mapping[str, Any] | None, total: GainRow | None) ->
     if share is not None and total is not None:
         parts.append(
             f"<p>In numbers: {100 * share:.0f} % of the demonstrations of the last supervised phase were careless (no work shown, wrong "
-            f"answer). The policy then solved {percent(total.before)} of the held-out items; after RL it solves {percent(total.after)}.</p>"
+            f"answer). The policy then solved {percent(total.before)} of the held-out items; after RL it solves {percent(total.after)}"
+            f"{_ungraded(total.ungraded)}.</p>"
         )
     return "".join(parts) + facts((name, value) for name, value in warm_start.items() if name != "explanation")
 
@@ -235,6 +237,8 @@ def render(run_dir: str | os.PathLike[str]) -> str:
         gains = gain_rows(summary["before"], summary["after"], greedy.get("before"), greedy.get("after"))
         total = gains[-1]
         verdict = "the intervals do not touch" if total.clear else "the intervals touch: this run cannot tell the two apart"
+        if total.before is None or total.after is None:
+            verdict = "nothing could be graded on one side: there is no gain to tell"
         body.append(
             f'<p class="lead">Reinforcement learning with verifiable rewards took the policy from {percent(total.before)} to '
             f"{percent(total.after)} of the held-out items ({verdict}{_ungraded(total.ungraded)}).</p>"

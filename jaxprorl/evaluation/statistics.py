@@ -87,6 +87,15 @@ def solve_summary(scores: Mapping[str, Sequence[Score]]) -> dict[str, Any]:
     return {**_summary(everything), "per_task": {task: _summary(scores[task]) for task in sorted(scores)}}
 
 
+def event_fields(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What an event tells of a `solve_summary`: rates, and for each task with ungraded items their number."""
+    per_task = result["per_task"]
+    told = {name: result[name] for name in ("solve_rate", "mean_score", "ungraded")}
+    told["per_task"] = {task: row["solve_rate"] for task, row in per_task.items()}
+    ungraded = {task: row["ungraded"] for task, row in per_task.items() if row["ungraded"]}
+    return told | ({"ungraded_per_task": ungraded} if ungraded else {})
+
+
 def rate_text(result: Mapping[str, Any]) -> str:
     """The solve rate of a `solve_summary` (or of a part of one) in words: `0.250`, `0.250 (3 ungraded)` or `none (400 ungraded)`."""
     rate = "none" if result["solve_rate"] is None else f"{result['solve_rate']:.3f}"

@@ -34,7 +34,7 @@ EVENTS: dict[str, tuple[str, str]] = {
     "evaluation": (
         "held-out split graded",
         "when (before or after), temperature, solve_rate and mean_score (of graded items; null without any), ungraded (items), "
-        "per_task? {task: solve_rate}",
+        "per_task? {task: solve_rate}, ungraded_per_task? {task: items}",
     ),
     "stage": (
         "a stage begins, right before this step",
@@ -64,7 +64,7 @@ EVENTS: dict[str, tuple[str, str]] = {
         "policy_version; of workers: bytes? (of the weights), probe_nats?, probe_mean_nats? (largest and mean difference "
         "to the trainer's log-probs), lost_workers? (since the swap before), time_swap_s?, time_load_s? (of the slowest)",
     ),
-    "validation": ("validation split graded", "solve_rate, mean_score, ungraded, per_task? (as of evaluation)"),
+    "validation": ("validation split graded", "solve_rate, mean_score, ungraded, per_task?, ungraded_per_task? (as of evaluation)"),
     "grader_errors": (
         "samples without a score",
         "of (step, validation, evaluation before, ...), count, share, examples? (what the graders said)",

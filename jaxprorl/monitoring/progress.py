@@ -70,6 +70,12 @@ def _validation(metrics: Mapping[str, float]) -> str:
     return "" if rate is None and not ungraded else rate_text({"solve_rate": rate, "ungraded": ungraded})
 
 
+def _ungraded(metrics: Mapping[str, float]) -> str:
+    """The share of a step's samples that are in neither reward nor solve rate; empty where all are graded."""
+    share = metrics.get("grader.error_share", 0)
+    return f"{100 * share:.1f}%" if share else ""
+
+
 class _Console(Console):
     """rich would end the process when a pipe breaks, and turn `sys.stdout` away; here the error is raised as any other."""
 
@@ -195,6 +201,8 @@ class Progress:
     def _step_line(self, step: int, metrics: Mapping[str, float]) -> str:
         parts = [f"step {step}/{self._steps}"]
         parts += [f"{label}={form.format(metrics[metric])}" for _, label, metric, form in _SHOWN if metric in metrics]
+        if ungraded := _ungraded(metrics):
+            parts.append(f"ungraded={ungraded}")
         if kept := self._kept(metrics):
             parts.append(f"kept={kept}")
         if validation := _validation(metrics):
@@ -209,6 +217,8 @@ class Progress:
         for label, _, metric, form in _SHOWN:
             if metric in metrics:
                 table.add_row(label, form.format(metrics[metric]), sparkline(list(self._history[metric])))
+        if ungraded := _ungraded(metrics):
+            table.add_row("ungraded samples", ungraded, "")
         if kept := self._kept(metrics):
             table.add_row("groups kept/drawn", kept, "")
         if self._validation:

@@ -243,12 +243,15 @@ def test_what_was_not_graded_is_counted_beside_each_rate(run):
     with EventLog(run / "events.jsonl") as events:
         events.append(28, "validation", solve_rate=None, mean_score=None, ungraded=50, per_task={})
     text = render(run)
+    assert text.count("; ungraded 12 → 0") == 3, "the first sentence, the greedy column or tile, and what was demonstrated"
     for shown in ("7 ungraded", "5 ungraded", "12 ungraded", "; ungraded 12 → 0", "<td>none</td>", "<td>50</td>"):
         assert shown in text, shown
     nothing = {"solve_rate": None, "mean_score": None, "ci95": None, "n": 0, "ungraded": 5}
     summary["before"] = summary["after"] = summary["greedy"]["after"] = nothing | {"per_task": {TASKS[1]: nothing}}
     (run / "summary.json").write_text(json.dumps(summary))
-    assert "from none graded to none graded" in render(run)
+    text = render(run)
+    assert "from none graded to none graded of the held-out items (nothing could be graded on one side" in text
+    assert "intervals touch" not in text
 
 
 def test_a_summary_of_before_the_count_is_told_as_ever(run):

@@ -8,6 +8,7 @@ from factories import summary_of
 from scipy.stats import binomtest
 
 from jaxprorl.evaluation.statistics import (
+    event_fields,
     gain_rows,
     intervals_touch,
     newcombe_difference_interval,
@@ -150,3 +151,10 @@ def test_gain_rows_by_hand():
     assert (hard.greedy_before, hard.greedy_after, total.greedy_after) == (None, 0.75, 304 / 404)
     with pytest.raises(ValueError, match="tasks differ"):
         gain_rows(before, summary_of({"easy": [1.0]}))
+
+
+def test_an_event_counts_what_was_not_graded_by_task() -> None:
+    told = event_fields(summary_of({"some": [1.0, 0.0, None], "none": [None], "all": [1.0]}))
+    assert told["per_task"] == {"some": 0.5, "none": None, "all": 1.0}
+    assert (told["ungraded"], told["ungraded_per_task"]) == (2, {"some": 1, "none": 1})
+    assert "ungraded_per_task" not in event_fields(summary_of({"all": [1.0]}))

@@ -166,7 +166,9 @@ def test_a_validation_line_counts_what_was_not_graded():
         progress.step(1, {**METRICS, "validation.solve_rate": 0.75, "validation.items": 40, "validation.ungraded": 10})
         progress.step(2, {**METRICS, "validation.items": 0, "validation.ungraded": 50})
         progress.step(3, {**METRICS, "validation.solve_rate": 0.5, "validation.items": 50, "validation.ungraded": 0})
+        progress.step(4, {**METRICS, "grader.error_share": 0.375})
     lines = console.file.getvalue().splitlines()
+    assert "ungraded=37.5% " in lines[3] and not any("ungraded=" in line for line in lines[:3])
     assert "validation=0.750 (10 ungraded) eta" in lines[0]
     assert "validation=none (50 ungraded) eta" in lines[1]
     assert "validation=0.500 eta" in lines[2]

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-SIDE = {"solve_rate", "mean_score", "ci95", "per_task"}
+SIDE = {"solve_rate", "mean_score", "ci95", "ungraded", "per_task"}
 
 
 @pytest.fixture(scope="module")

@@ -75,6 +75,9 @@ def slow(completion: str, prompt: Any) -> float:
 
 
 def broken(completion: str, prompt: Any) -> float:
+    """Fails for all but the made-up answers that a reward is tried with before the run."""
+    if completion.startswith(("<think>A made-up thought.", "<think></think>")):
+        return 0.0
     raise RuntimeError("always")
 
 
@@ -404,14 +407,14 @@ QUESTIONS = [{"prompt": f"{a} + {b} =", "answer": str(a + b), "task": "sums", "l
 
 
 def test_questions_may_be_a_list_of_dicts(place: Path) -> None:
-    first = train(config(steps=1), prompts=QUESTIONS)
+    first = train(config(steps=1, evaluation__reward=""), prompts=QUESTIONS)
     (data,) = [event for event in tiny_run.lines(first.events) if event["kind"] == "data"]
     assert sum(data[name] for name in ("train", "validation", "held_out")) == len(QUESTIONS)
     assert set(first.summary["before"]["per_task"]) == {"sums"}
-    second = train(config(steps=2), prompts=iter(QUESTIONS))
+    second = train(config(steps=2, evaluation__reward=""), prompts=iter(QUESTIONS))
     assert second.summary["steps"] == 2, "the same questions: it goes on"
     with pytest.raises(ConfigError, match=r"data\.source was 'jsonl:"):
-        train(config(steps=3), prompts=QUESTIONS[:-1])
+        train(config(steps=3, evaluation__reward=""), prompts=QUESTIONS[:-1])
     sampled = subprocess.run(
         [sys.executable, str(tiny_run.ROOT / "launch/sample.py"), "--run", str(second.folder), "--prompts", "1", "--samples", "1"],
         cwd=place, env=tiny_run.user_environment(), capture_output=True, text=True, check=False,
@@ -431,7 +434,7 @@ def test_questions_may_be_a_list_of_dicts(place: Path) -> None:
 )
 def test_a_bad_question_is_named_by_its_index(row: dict[str, Any], told: str, place: Path) -> None:
     with pytest.raises(UserError, match=told) as raised:
-        train(config(), prompts=[*QUESTIONS[:3], row, *QUESTIONS[3:]])
+        train(config(evaluation__reward=""), prompts=[*QUESTIONS[:3], row, *QUESTIONS[3:]])
     assert "jsonl" not in str(raised.value).replace("jsonl:PATH", "")
     assert "\n" not in str(raised.value)
 

@@ -260,7 +260,7 @@ def test_a_full_or_read_only_disk_is_told_and_earlier_checkpoints_are_untouched(
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     ended = tiny_run.Command(place, runs).wait()
     assert ended.status == 2, ended.stderr
-    assert "the run's folder cannot be written" in ended.stderr and "Read-only file system" in ended.stderr
+    assert f"error: runs_dir = '{small_disk / 'runs'}': " in ended.stderr and "is on a read-only file system; allow writing" in ended.stderr
     assert {path: path.read_bytes() for path in (small_disk / "runs/tiny/checkpoints").rglob("*") if path.is_file()} == before
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
     (small_disk / "filler").unlink()

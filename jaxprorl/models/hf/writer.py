@@ -20,6 +20,7 @@ from jaxprorl.models.qwen2 import Qwen2Config, declarations
 from jaxprorl.units import size_text
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+CHECKED_VALUES = 1 << 20  # looked at together for overflow
 SHARD_BYTES = 5_000_000_000  # per file, the size that model hubs recommend
 # What goes along with the tokenizer's folder; anything else there is not the model's.
 COPIED = (
@@ -140,8 +141,10 @@ def _converted(key: str, value: np.ndarray, dtype: str) -> np.ndarray:
     """
     with np.errstate(over="ignore"):
         converted = value.astype(dtype, copy=False)
-    wrong = ~np.isfinite(converted.astype(np.float32, copy=False))
-    if wrong.any():
+    flat = converted.reshape(-1)
+    parts = (flat[at : at + CHECKED_VALUES] for at in range(0, flat.size, CHECKED_VALUES))  # a whole copy would take memory
+    if not all(np.isfinite(part.astype(np.float32, copy=False)).all() for part in parts):
+        wrong = ~np.isfinite(converted.astype(np.float32, copy=False))
         first = tuple(int(at) for at in np.argwhere(wrong)[0])
         place = f"{int(wrong.sum()):,} of {value.size:,} values, the first at {list(first)}: {value[first]}"
         if np.isfinite(value[wrong].astype(np.float64)).all():

@@ -14,7 +14,7 @@ from collections import ChainMap
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType
-from typing import Any, ClassVar
+from typing import Any
 
 import cloudpickle
 from cloudpickle import cloudpickle as internals
@@ -76,38 +76,46 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-class _SortedConstant:
-    """A set among the constants of a function: its order differs between processes."""
-
-    def __init__(self, members: frozenset[Any]) -> None:
-        self._members = sorted(members, key=repr)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return frozenset, (self._members,)
-
-
 def _code(code: CodeType) -> Any:
     """A code object without its place in the script, so that lines added above a function do not make it another reward."""
-    code = code.replace(co_firstlineno=1)
-    make, values = internals._code_reduce(code)
-    constants = tuple(_SortedConstant(each) if isinstance(each, frozenset) else each for each in code.co_consts)
-    return make, tuple(constants if value is code.co_consts else value for value in values)
+    return internals._code_reduce(code.replace(co_firstlineno=1))
 
 
-class _Pickler(cloudpickle.Pickler):
-    dispatch_table: ClassVar = ChainMap({CodeType: _code}, cloudpickle.Pickler.dispatch_table)
+class _Pickler(pickle._Pickler):
+    """cloudpickle's way with functions and classes, and sets in an order that is the same in every process.
+
+    Its base is the pickler in Python: that in C, which cloudpickle's own class extends, asks nobody how to store a set.
+
+    Args:
+        sorting: ids of the sets whose elements are being put in order; inside of their own elements they count as empty.
+    """
+
+    _function_reduce = cloudpickle.Pickler._function_reduce
+    _dynamic_function_reduce = cloudpickle.Pickler._dynamic_function_reduce
+    _function_getnewargs = cloudpickle.Pickler._function_getnewargs
+
+    def __init__(self, file: io.BytesIO, sorting: frozenset[int] = frozenset()) -> None:
+        super().__init__(file, protocol=cloudpickle.DEFAULT_PROTOCOL)
+        self.dispatch_table = ChainMap({CodeType: _code}, cloudpickle.Pickler.dispatch_table)
+        self.globals_ref: dict[int, Any] = {}  # cloudpickle's functions read it
+        self._sorting = sorting
 
     def reducer_override(self, obj: Any) -> Any:
-        reduced = super().reducer_override(obj)
+        reduce: Any = type(obj).__reduce__
+        if reduce in (set.__reduce__, frozenset.__reduce__):
+            make, (members,), state = obj.__reduce__()
+            inside = self._sorting | {id(obj)}
+            return make, ([] if id(obj) in self._sorting else sorted(members, key=lambda each: _dumps(each, inside)),), state
+        reduced = cloudpickle.Pickler.reducer_override(self, obj)
         if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) > 2:
             reduced[2][0].pop("__firstlineno__", None)  # of a class, since Python 3.13; see `_code`
         return reduced
 
 
-def _dumps(reward: Callable[..., Any]) -> bytes:
-    """The same bytes for the same callable in every process."""
+def _dumps(obj: Any, sorting: frozenset[int] = frozenset()) -> bytes:
+    """The same bytes for the same function, or element of a set, in every process. `sorting`: of `_Pickler`."""
     file = io.BytesIO()
-    _Pickler(file).dump(reward)
+    _Pickler(file, sorting).dump(obj)
     content = file.getvalue()
     # Classes of a script or notebook get random ids of 32 characters; ids of the content take their place.
     found = [(content.find(identity.encode()), identity) for identity in internals._DYNAMIC_CLASS_TRACKER_BY_CLASS.values()]

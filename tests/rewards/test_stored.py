@@ -107,6 +107,7 @@ def test_what_cannot_be_stored_is_refused_with_the_remedy(tmp_path: Path) -> Non
 
 SCRIPT = """{blank}
 import re, sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from jaxprorl.rewards.registry import reward_spec
 
@@ -114,18 +115,39 @@ class Rule:
     def __init__(self, words): self.words = words
     def __call__(self, text, prompt): return float(text in self.words or text in {{"yes", "right", "true"}} or bool(re.search("x", text)))
 
-print(reward_spec([Rule(["a"]), lambda text, prompt: 0.5], Path(sys.argv[1])))
+WORDS = ["yes", "right", "true", "sure", "indeed", "correct"]
+ALLOWED = set(WORDS)  # a global
+NESTED = frozenset([frozenset(WORDS), frozenset(WORDS[:3]), ("a", frozenset(WORDS[2:]))])
+
+class Tags(set): pass
+
+@dataclass
+class Choice:
+    words: set = field(default_factory=lambda: set(WORDS))
+    tags: Tags = field(default_factory=lambda: Tags(WORDS))
+    def __call__(self, text, prompt): return float(text in self.words and text in self.tags)
+
+def closing(words): return lambda text, prompt: float(text in words)
+def listed(text, prompt, also=frozenset(WORDS)): return float(text in ALLOWED and text in also and len(NESTED) == 3)
+
+class Node:  # a set that holds what holds the set
+    def __init__(self): self.all = {{self, *WORDS}}
+    def __call__(self, text, prompt): return float(text in self.all and self in self.all)
+
+rewards = [Rule(["a"]), lambda text, prompt: 0.5, Choice(), closing(frozenset(WORDS)), listed, Node()]
+print(reward_spec(rewards, Path(sys.argv[1])))
 """
 
 
 def test_the_same_script_gives_the_same_text_in_every_process(tmp_path: Path) -> None:
     specs = set()
-    for seed, blank in (("1", ""), ("2", "\n\n# a remark")):
+    for seed, blank in (("1", ""), ("2", "\n\n# a remark"), ("3", "")):
         environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])}
         command = [sys.executable, "-c", SCRIPT.format(blank=blank), str(tmp_path)]
         specs.add(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip())
     assert len(specs) == 1
-    rule, half = load_parts(specs.pop())
+    rule, half, *with_sets = load_parts(specs.pop())
+    assert [(each.function("sure", None), each.function("no", None)) for each in with_sets] == [(1, 0)] * 4
     assert (rule.function("a", None), rule.function("right", None), rule.function("b", None), half.function("", None)) == (1, 1, 0, 0.5)
 
 

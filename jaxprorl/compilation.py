@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -22,9 +23,15 @@ class CompilationError(RuntimeError):
 
 
 class _Refuse(logging.Handler):
+    """Refuses compilations of the thread that made it; others are not the loop's."""
+
+    def __init__(self) -> None:
+        super().__init__(level=logging.DEBUG)
+        self._thread = threading.get_ident()
+
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        if message.startswith("Compiling"):
+        if threading.get_ident() == self._thread and message.startswith("Compiling"):
             raise CompilationError(
                 f"compilation inside the training loop: {message}. Shapes in the loop are fixed; compile this one before it"
             )
@@ -32,8 +39,8 @@ class _Refuse(logging.Handler):
 
 @contextlib.contextmanager
 def no_compilation() -> Iterator[None]:
-    """Any XLA compilation inside this block raises CompilationError with the function and the argument shapes."""
-    handler, level, propagate = _Refuse(level=logging.DEBUG), _LOGGER.level, _LOGGER.propagate
+    """Any XLA compilation of this thread inside this block raises CompilationError with the function and the argument shapes."""
+    handler, level, propagate = _Refuse(), _LOGGER.level, _LOGGER.propagate
     _LOGGER.addHandler(handler)
     _LOGGER.setLevel(logging.DEBUG)
     _LOGGER.propagate = False

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from jaxprorl.errors import RunLockedError
 from jaxprorl.files import try_lock
+from jaxprorl.interrupts import safe_point
 
 LOCK_NAME = ".lock"
 _LOOK_AGAIN_S = 0.2
@@ -111,6 +112,9 @@ def turn(path: Path, tell: Callable[[str], None]) -> Iterator[None]:
 
     Args:
         tell: given the name of the process that is waited for, once for each.
+
+    Raises:
+        Interrupted, Preempted: of `safe_point`, while it waits.
     """
     told = None
     with contextlib.ExitStack() as stack:
@@ -122,6 +126,7 @@ def turn(path: Path, tell: Callable[[str], None]) -> Iterator[None]:
                 if str(held) != told:
                     told = str(held)
                     tell(told)
+                safe_point()
                 time.sleep(_LOOK_AGAIN_S)
             except OSError:
                 break

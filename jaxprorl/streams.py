@@ -26,7 +26,7 @@ def protect(read_within_s: float | None = None) -> None:
     Args:
         read_within_s: a stream of which nobody reads for so many seconds counts as lost; None = it is waited for.
     """
-    _open_closed()
+    open_closed()
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is None or (stream is getattr(sys, f"__{name}__") and not isinstance(stream, _Stream)):  # else it is somebody's own
@@ -41,15 +41,20 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
-def _open_closed() -> None:
-    """A file opened later would otherwise get the number of a standard stream, and messages would be written into it."""
+def open_closed() -> None:
+    """Opens descriptors 0 to 2 on /dev/null where they are closed, and touches no other.
+
+    A file opened later would otherwise get the number of a standard stream, and messages would be written into it.
+    """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
-            assert opened == number, f"descriptor {opened} was free"
-            os.set_inheritable(opened, True)  # child processes need it as much
+            if opened == number:
+                os.set_inheritable(opened, True)  # child processes need it as much
+            else:  # another thread has opened something meanwhile
+                os.close(opened)
 
 
 class _Stream(io.TextIOWrapper):

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxprorl import storage
+from jaxprorl import storage, streams
 from jaxprorl import watch as watching
 from jaxprorl.batch import batch_advantages, host_batch, packing_metrics, placed
 from jaxprorl.budget import is_over, spent
@@ -105,6 +105,7 @@ def train(
         Preempted: SIGTERM, SIGUSR1 or SIGHUP came; what there was to save is saved. A SystemExit with `preemption.EXIT_STATUS`.
     """
     started_s = time.perf_counter()
+    streams.open_closed()
     config = checked(config)
     questions = None if prompts is None else write_prompts(prompts, Path(config.cache_dir) / "prompts")
     config = with_arguments(config, reward, questions)

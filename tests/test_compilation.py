@@ -1,6 +1,7 @@
 import logging
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -53,6 +54,40 @@ def test_array_arithmetic_outside_jit_counts_too() -> None:
     x = jnp.ones((2, 3, 5, 1))
     with no_compilation(), pytest.raises(CompilationError):
         x * 3.5 + x
+
+
+def test_another_thread_may_compile_meanwhile_and_is_refused_nothing() -> None:
+    x, results = jnp.ones((3, 9)), []
+    with no_compilation():
+        other = threading.Thread(target=lambda: results.append(make_double()(x)))
+        other.start()
+        other.join()
+        with pytest.raises(CompilationError, match=r"float32\[3,9\]"):
+            make_double()(x)
+    np.testing.assert_array_equal(results[0], 2 * np.ones((3, 9)))
+
+
+def test_a_loop_in_another_thread_than_the_main_one_is_refused_its_own_compilations_alone() -> None:
+    x, told, inside, done = jnp.ones((3, 11)), [], threading.Event(), threading.Event()
+
+    def loop() -> None:
+        with no_compilation():
+            inside.set()
+            assert done.wait(60)
+            try:
+                make_double()(x)
+            except CompilationError as error:
+                told.append(str(error))
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    assert inside.wait(60)
+    try:
+        np.testing.assert_array_equal(make_double()(x), 2 * np.ones((3, 11)))
+    finally:
+        done.set()
+        thread.join()
+    assert "float32[3,11]" in told[0]
 
 
 def test_moving_arrays_is_no_compilation() -> None:

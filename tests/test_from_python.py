@@ -326,6 +326,16 @@ def test_a_function_of_the_program_itself_may_be_the_reward(how: str, place: Pat
     assert done.returncode == 0
 
 
+def test_with_all_standard_descriptors_closed_no_message_gets_into_a_file_of_the_run(place: Path) -> None:
+    (place / "mine.py").write_text(TOP.replace("progress = False", "progress = True") + "train(config)\n")
+    command = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", sys.executable, "mine.py"]
+    done = subprocess.run(command, cwd=place, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False, timeout=PATIENCE_S)
+    assert done.returncode == 0
+    assert [row["step"] for row in lines("metrics.jsonl")] == [0, 1]
+    assert lines("events.jsonl")[-1]["kind"] == "run_end"
+    assert Path("runs/tiny/.lock").read_bytes() == b""
+
+
 def test_a_program_goes_on_after_ctrl_c_with_all_its_variables(place: Path) -> None:
     text = """
         import os, signal, threading, time

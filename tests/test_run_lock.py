@@ -12,6 +12,8 @@ import pytest
 
 from jaxprorl import files
 from jaxprorl.errors import RunLockedError
+from jaxprorl.interrupts import Interrupted, Interrupts
+from jaxprorl.preemption import Preempted
 from jaxprorl.run_lock import LOCK_NAME, RunLock, turn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,6 +117,21 @@ def test_one_has_its_turn_the_other_names_it_once_and_follows_when_it_ends_or_is
     assert third.stdout.readline() == "its turn\n"
     assert third.communicate("x")[0] == ""
     assert path.read_text() == ""
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, Interrupted), (signal.SIGTERM, Preempted)])
+def test_whoever_waits_for_its_turn_leaves_when_a_signal_was_noted(
+    number: signal.Signals, error: type[BaseException], tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
+    waited_for: list[str] = []
+
+    def told(who: str) -> None:
+        waited_for.append(who)
+        signal.raise_signal(number)
+
+    with pytest.raises(error), Interrupts(lambda: "more to come"), turn(tmp_path / LOCK_NAME, told):
+        pytest.fail("the other process holds it")
+    assert waited_for == [f"process {holder.pid} on {socket.gethostname()}"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])

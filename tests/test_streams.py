@@ -137,6 +137,44 @@ def test_a_script_refuses_whatever_was_closed(script: str, closed: tuple[str, ..
     assert done.stderr.count("\n") <= 1
 
 
+REFUSED = """
+import os, sys, warnings
+from pathlib import Path
+import tiny_run
+from jaxprorl.config import to_json
+from jaxprorl.errors import ConfigError
+from jaxprorl.train import train
+for name in (0, 1, 2):  # what was opened by the imports, or by nobody
+    try: os.close(name)
+    except OSError: pass
+config = tiny_run.get_config()
+folder = Path("runs/tiny")
+folder.mkdir(parents=True)
+(folder / "config.json").write_text(to_json(config))
+(folder / "events.jsonl").write_text("")
+(folder / ".lock").write_text('{"pid": 1, "host": "died"}')
+config.seed = 1
+try:
+    train(config)
+except ConfigError as error:
+    warnings.warn("shown nowhere")
+    told = str(error)
+links = [os.readlink(f"/proc/self/fd/{number}") for number in range(3)]
+Path("told").write_text(f"{links} {told} {(folder / '.lock').read_text()!r}")
+"""
+
+
+@pytest.mark.parametrize("closed", [("<&-", ">&-", "2>&-"), ("<&-",), (">&-", "2>&-")], ids=" ".join)
+def test_train_called_from_python_opens_what_was_closed_before_it_locks_the_run(closed: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REFUSED)
+    command = ["bash", "-c", f'exec "$@" {" ".join(closed)}', "bash", sys.executable, "mine.py"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"}
+    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True)
+    told = (tmp_path / "told").read_text()
+    assert told.startswith(f"{['/dev/null'] * 3} runs/tiny holds a run of another config (seed was 0, now 1)")
+    assert told.endswith(" ''")
+
+
 def test_the_shell_scripts_open_what_was_closed(tmp_path: Path) -> None:
     script = f'. "{ROOT}/launch/environment.sh"; open_descriptors; exec 8>"{tmp_path}/file"; say heard; : <&0; : >&1; : >&2'
     for closed in CLOSED:

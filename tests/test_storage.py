@@ -35,7 +35,7 @@ def test_an_error_of_the_system_is_one_line_with_path_sizes_and_remedy(tmp_path:
         raise OSError(number, os.strerror(number))
     told = str(caught.value)
     assert told.startswith(f"{tmp_path}/not there yet/file cannot be written ({os.strerror(number)}): 8.2 kB needed, ")
-    assert " free there; " in told and remedy in told and "it goes on from the last checkpoint" in told
+    assert " free there; " in told and remedy in told and "goes on from the last checkpoint, or starts over where there is none" in told
     assert "\n" not in told
 
 

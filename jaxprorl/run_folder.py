@@ -104,7 +104,7 @@ def read_config(run: Path) -> ConfigDict:
         DataError: its config.json is torn, or lacks what every run's has.
     """
     file = RunFolder(run).config
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise ConfigError(f"--run {run}: no run there (it has no config.json)")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

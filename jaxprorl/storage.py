@@ -71,6 +71,8 @@ def unwritable(folder: Path) -> str:
         read_only = bool(os.statvfs(existing).f_flag & os.ST_RDONLY)
     except OSError as error:
         return error.strerror or str(error)
+    except ValueError as error:  # a NUL character
+        return str(error)
     return f"{existing} is {'on a read-only file system' if read_only else 'not writable for this user'}"
 
 

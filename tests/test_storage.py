@@ -108,6 +108,11 @@ def test_a_name_that_is_too_long_is(tmp_path: Path) -> None:
     assert storage.unwritable(tmp_path / ("a" * 300)) == storage.unwritable(tmp_path / ("a" * 300) / "deep") == "File name too long"
 
 
+def test_a_name_with_a_nul_character_is() -> None:
+    for name in ("a\0b", "a\0b/deep", "/tmp/a\0"):
+        assert "null character" in storage.unwritable(Path(name))
+
+
 def test_a_folder_that_can_only_be_read_is(tmp_path: Path) -> None:
     (tmp_path / "folder/below").mkdir(parents=True)
     with read_only(tmp_path / "folder") as folder:

@@ -62,7 +62,7 @@ def record_path(folder: Path, step: int) -> Path:
 
 def committed_steps(folder: Path) -> list[int]:
     """Steps of the committed checkpoints, ascending."""
-    found = (_RECORD.fullmatch(path.name) for path in folder.iterdir()) if folder.is_dir() else ()
+    found = (_RECORD.fullmatch(path.name) for path in folder.iterdir()) if os.path.isdir(folder) else ()
     return sorted(int(match[1]) for match in found if match)
 
 

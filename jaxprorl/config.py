@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import re
 import traceback
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,7 @@ def load(argv: Sequence[str], schema: Schema = EXPERIMENT) -> ConfigDict:
     if not named:
         raise ConfigError("--config is missing: name an experiment file, e.g. --config=configs/quickstart.py")
     path = named[-1].removeprefix("--config=").split(":")[0]  # FILE:ARGUMENT calls get_config(ARGUMENT)
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"--config={path}: no such file; the shipped experiments are in configs/")
     try:
         with contextlib.redirect_stderr(io.StringIO()):
@@ -207,7 +208,7 @@ def _check_choices(config: ConfigDict) -> None:
     _require(len(name) <= MAX_NAME_CHARS, "run_name", name, f"has {len(name)} characters, use {MAX_NAME_CHARS} at most (it names a folder)")
     path = config.model.path
     _require(
-        not path or Path(path).is_dir(),
+        not path or os.path.isdir(path),
         "model.path",
         path,
         f"{what_it_is(Path(path)) or 'no such folder'}; name a Hugging Face model folder, or leave it empty for a warm start",
@@ -215,7 +216,7 @@ def _check_choices(config: ConfigDict) -> None:
     source = config.data.source
     jsonl = source.startswith("jsonl:")
     _require(source == "reasoning_gym" or jsonl, "data.source", source, "use 'reasoning_gym' or 'jsonl:PATH'")
-    _require(not jsonl or Path(source[6:]).exists(), "data.source", source, "no such file; the path starts at the current directory")
+    _require(not jsonl or os.path.exists(source[6:]), "data.source", source, "no such file; the path starts at the current directory")
     _require(
         bool(config.data.tasks) or (jsonl and bool(path)),
         "data.tasks",

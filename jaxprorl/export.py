@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from jaxprorl import commit
+from jaxprorl import commit, storage
 from jaxprorl.checkpoint import newest_sound_step, read_host, restore_params
 from jaxprorl.config import to_json
 from jaxprorl.data.tokenizer import Tokenizer, load_tokenizer
@@ -78,12 +79,14 @@ def export(run: Path, step: int | None, output: Path, dtype: Dtype, shard_bytes:
         ModelError: `output` holds something, or cannot be written.
     """
     folder = RunFolder(run)
-    if not folder.config.is_file() or not folder.checkpoints.is_dir():
+    if not os.path.isfile(folder.config) or not folder.checkpoints.is_dir():
         raise CheckpointError(f"--run {run}: no run there, or nothing saved yet (config.json and checkpoints/ are needed)")
     if output.resolve() == Path.cwd():
         raise ModelError(f"--output {output} is the folder you are in, which would be replaced; give a new one")
     if contents(output.resolve()):
         raise ModelError(f"--output {output} is there already and not empty; give another folder, or remove it")
+    if reason := storage.unwritable(output):
+        raise ModelError(f"--output {output} cannot be written: {reason}; allow writing there, or give another folder")
     damaged: list[str] = []
     if step is None:
         step, damaged = newest_sound_step(folder.checkpoints, "previous")

@@ -106,7 +106,7 @@ def new_folder(target: Path, *, replace: bool = False, last: str = "") -> Iterat
 
 def contents(folder: Path) -> list[str]:
     """Names of what a folder holds, sorted, without what processes are writing; its own name if it is no folder; none if it is missing."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # Path's raises for a name that is too long
         return [folder.name] if os.path.lexists(folder) else []
     # A new disk's root holds lost+found.
     ignored = {"lost+found"} if os.path.ismount(folder) else set()

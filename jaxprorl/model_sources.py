@@ -1,5 +1,9 @@
-"""What a place is that is no model folder, or no whole one, and what would be right. Nothing here touches JAX."""
+"""What a place is that is no model folder, or no whole one, and what would be right. Nothing here touches JAX.
 
+The place may have a name that no file system takes: `os.path` tells that it is not there, where `Path` raises.
+"""
+
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,7 +25,7 @@ def looked_through(folder: Path) -> None:
     Raises:
         ModelError: says which folder or command is right.
     """
-    if not (folder / "config.json").is_file() and (remark := what_it_is(folder)):
+    if not os.path.isfile(folder / "config.json") and (remark := what_it_is(folder)):
         raise ModelError(f"{folder}: {remark}")
     if is_lfs_pointer(folder / "config.json"):
         raise ModelError(lfs_remedy(folder / "config.json"))
@@ -34,7 +38,7 @@ def looked_through(folder: Path) -> None:
 def what_it_is(folder: Path) -> str:
     """What a place without config.json is instead, with the remedy; empty if nothing is known of it."""
     text = str(folder)
-    if not folder.exists():
+    if not os.path.exists(folder):
         return _not_there(text)
     if folder.is_file():
         return "is a file; name the folder that holds config.json, *.safetensors and tokenizer.json"
@@ -94,7 +98,7 @@ def is_of_macos(file: Path) -> bool:
 
 
 def _not_there(text: str) -> str:
-    if HUB_ID.fullmatch(text) and not text.startswith(("models/", "runs/")) and not Path(text).parent.is_dir():
+    if HUB_ID.fullmatch(text) and not text.startswith(("models/", "runs/")) and not os.path.isdir(Path(text).parent):
         target = f"models/{text.split('/')[1]}"
         return (
             f"no such folder. It looks like a model's name on a hub, and nothing is downloaded here: "

@@ -34,7 +34,7 @@ def write_prompts(prompts: Iterable[Mapping[str, Any]], folder: Path) -> Path:
         if not file.is_file() or file.read_bytes() != content:
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(file, content)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the latter of a name with a NUL character
         raise ConfigError(f"prompts cannot be written to {file} ({error}); set cache_dir to a folder that can") from error
     return file
 

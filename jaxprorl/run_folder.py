@@ -11,10 +11,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxprorl import streams
+from jaxprorl import storage, streams
 from jaxprorl.commit import committed_steps
 from jaxprorl.config import differences, to_json
-from jaxprorl.errors import ConfigError, DataError
+from jaxprorl.errors import ConfigError, DataError, StorageError
 from jaxprorl.files import sweep, write_atomically
 from jaxprorl.monitoring import jsonl
 from jaxprorl.recipe import longest, stage_configs
@@ -104,7 +104,7 @@ def read_config(run: Path) -> ConfigDict:
         DataError: its config.json is torn, or lacks what every run's has.
     """
     file = RunFolder(run).config
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise ConfigError(f"--run {run}: no run there (it has no config.json)")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -131,12 +131,16 @@ def open_run(config: ConfigDict, stack: ExitStack) -> RunFolder:
     """The run's folder, locked until `stack` closes, with `config.json` written.
 
     Raises:
-        ConfigError: the folder holds a run of another config (names the first fields that differ), or cannot be written.
+        ConfigError: the folder holds a run of another config (names the first fields that differ), or can hold none.
         RunLockedError: another process works in it.
+        StorageError: the disk is full or the like; the same command goes on once there is room.
     """
     try:
         return _open_run(config, stack)
     except OSError as error:
+        if error.errno in storage.REMEDIES:
+            path = Path(config.runs_dir) / config.run_name
+            raise StorageError(storage.problem(path, len(to_json(config)), error)) from error
         raise ConfigError(f"runs_dir = {config.runs_dir!r}: the run's folder cannot be written ({error}); choose another one") from error
 
 
@@ -152,8 +156,14 @@ def _open_run(config: ConfigDict, stack: ExitStack) -> RunFolder:
     if lock.takeover:
         streams.say(lock.takeover)
     check_config(config, folder)
-    write_atomically(folder.config, to_json(config))
+    _write_config(folder.config, to_json(config))
     return folder
+
+
+def _write_config(path: Path, text: str) -> None:
+    """Leaves a file alone that holds this text: a full disk must not keep a finished run from showing its summary."""
+    if not path.is_file() or path.read_bytes() != text.encode():
+        write_atomically(path, text)
 
 
 def check_config(config: ConfigDict, folder: RunFolder) -> None:

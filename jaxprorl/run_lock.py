@@ -49,7 +49,8 @@ class FileLock:
                 raise HeldError(_name(self._owner() or self._owner_soon()))
             self.stale_owner = self._owner()
             os.ftruncate(self._file, 0)
-            os.pwrite(self._file, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+            with contextlib.suppress(OSError):  # on a full disk the lock counts all the same
+                os.pwrite(self._file, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         except BaseException:
             os.close(self._file)
             raise

@@ -10,8 +10,8 @@ from pathlib import Path
 from jaxprorl.errors import StorageError
 from jaxprorl.units import size_text
 
-GO_ON = "then give the same command again, it goes on from the last checkpoint"
-_REMEDIES = {
+GO_ON = "then give the same command again: it goes on from the last checkpoint, or starts over where there is none"
+REMEDIES = {  # of what a place suffers from that was right until then
     errno.ENOSPC: "make room on that disk",
     errno.EDQUOT: "make room within the quota, or raise it",
     errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
@@ -35,7 +35,7 @@ def problem(path: Path, needed_bytes: int, reason: OSError | str, then: str = GO
     """The line that an error shows. `reason`: what the system said."""
     free = free_bytes(path)
     said = reason if isinstance(reason, str) else reason.strerror or str(reason) or type(reason).__name__
-    remedy = _REMEDIES.get(reason.errno or 0, "see to it") if isinstance(reason, OSError) else "see to it"
+    remedy = REMEDIES.get(reason.errno or 0, "see to it") if isinstance(reason, OSError) else "see to it"
     needed, free_said = size_text(needed_bytes), "unknown" if free is None else size_text(free)
     return f"{path} cannot be written ({' '.join(said.split())}): {needed} needed, {free_said} free there; {remedy}, {then}"
 
@@ -71,6 +71,8 @@ def unwritable(folder: Path) -> str:
         read_only = bool(os.statvfs(existing).f_flag & os.ST_RDONLY)
     except OSError as error:
         return error.strerror or str(error)
+    except ValueError as error:  # a NUL character
+        return str(error)
     return f"{existing} is {'on a read-only file system' if read_only else 'not writable for this user'}"
 
 

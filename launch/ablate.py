@@ -67,9 +67,10 @@ def ablate(options: argparse.Namespace, arguments: list[str], stack: ExitStack) 
     home = Home(Path(settings["ablations_dir"]) / plan.name)
     if reason := storage.unwritable(home.path):
         raise ConfigError(f"ablations_dir = {settings['ablations_dir']!r}: {reason}; allow writing there, or choose another one")
-    home.path.mkdir(parents=True, exist_ok=True)
     try:
-        stack.enter_context(RunLock(home.path))
+        with storage.writing(home.path, 0, "then give the same command again"):
+            home.path.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(RunLock(home.path))
     except RunLockedError as error:
         raise RunLockedError(f"{str(error).split(';')[0]}; wait for it, stop it, or choose another --config.name") from None
     changes = write_plan(home.plan, plan, begun(home), options.changed)

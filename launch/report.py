@@ -7,6 +7,7 @@ Of a run under way only the report: the process that trains has its TensorBoard 
 """
 
 import argparse
+import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -55,7 +56,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="where to write them (default: the run's folder)")
     arguments = parser.parse_args()
     run: Path = arguments.run
-    if not (run / "config.json").is_file():
+    if not os.path.isfile(run / "config.json"):
         print(f"error: --run {run}: no run folder (it has no config.json)", file=sys.stderr)
         return 2
     try:

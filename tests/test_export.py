@@ -157,6 +157,15 @@ def test_nothing_is_overwritten(finished: Path, tmp_path: Path) -> None:
     assert tiny_run.files(output) == before
 
 
+def test_a_name_that_no_file_system_takes_is_refused_before_anything_is_written(finished: Path, tmp_path: Path) -> None:
+    for name in ("o" * 300, f"{'o' * 300}/model"):
+        with pytest.raises(ModelError, match=r"^--output .* cannot be written: File name too long; "):
+            export(finished, 1, tmp_path / name, "float32")
+    with pytest.raises(CheckpointError, match="no run there"):
+        export(Path("r" * 300), 1, tmp_path / "model", "float32")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_diverged_policy_is_not_exported(run: Path, tmp_path: Path) -> None:
     state = new_state(MODEL, make_mesh("dp"))
     up = np.asarray(state.params["up_kernel"]).copy()

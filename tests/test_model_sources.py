@@ -126,7 +126,9 @@ def test_adapters_heads_and_other_formats_are_named_with_the_remedy(name: str, w
 def test_a_folder_of_folders_and_a_file_are_refused_by_what_is_meant(model: Path, tmp_path: Path) -> None:
     assert f"holds no config.json; name a folder in it that does: '{model}'" in refusal(tmp_path)
     assert "is a file; name the folder that holds config.json" in refusal(model / "model.safetensors")
-    assert "no such folder" in refusal(tmp_path / "nowhere")
+    for name in ("nowhere", "q" * 300, f"hub/{'q' * 300}/deep", "a\0b"):
+        assert "no such folder" in refusal(tmp_path / name)
+    assert "no such folder" in refusal(Path("q" * 300))
 
 
 def test_the_path_in_the_suggested_command_is_quoted(model: Path, import_command: Callable[[Path], tuple[int, str, str]]) -> None:

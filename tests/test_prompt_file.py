@@ -23,6 +23,12 @@ CHAT = {
 }
 
 
+def test_a_folder_whose_name_nobody_can_have_is_refused(tmp_path: Path) -> None:
+    for name in ("a\0b", "q" * 300):
+        with pytest.raises(ConfigError, match=r"^prompts cannot be written to .*; set cache_dir to a folder that can$"):
+            write_prompts([{"prompt": "6 * 7 =", "answer": "42"}], tmp_path / name)
+
+
 def test_what_is_written_is_what_a_file_of_lines_says(tmp_path: Path) -> None:
     file = write_prompts([ROW, OrderedDict(CHAT)], tmp_path / "made")
     assert [json.loads(line) for line in file.read_text().splitlines()] == [ROW, CHAT]

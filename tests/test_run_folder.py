@@ -1,16 +1,17 @@
 import json
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 from ml_collections import ConfigDict
+from places import small_disk
 
 from configs.base import stage
 from configs.quickstart import get_config
 from jaxprorl import run_folder, sizes
 from jaxprorl.config import to_json
-from jaxprorl.errors import ConfigError, RunLockedError
+from jaxprorl.errors import ConfigError, RunLockedError, StorageError
 from jaxprorl.files import HOST
 from jaxprorl.run_folder import RunFolder, as_begun, move_aside, what_comes_next
 from jaxprorl.run_lock import RunLock
@@ -181,6 +182,32 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(config: ConfigDict, tm
     (tmp_path / "runs").write_text("a file where the folder should be")
     with pytest.raises(ConfigError, match=r"runs_dir = .*: the run's folder cannot be written .*; choose another one"):
         open_run(config)
+
+
+def test_on_a_full_disk_the_same_config_opens_and_a_changed_one_is_told_to_make_room(config: ConfigDict, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "runs", 1) as disk:
+        folder = begin(config)
+        with suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
+            while filler.write(bytes(4096)):
+                pass
+        before = folder.config.read_text()
+        for _ in range(2):
+            assert open_run(config) == folder
+        config.steps += 1
+        with pytest.raises(StorageError) as caught:
+            open_run(config)
+        told = str(caught.value)
+        assert told.startswith(f"{folder.path} cannot be written (No space left on device): ") and "0.0 kB free there" in told
+        assert "make room on that disk, then give the same command again" in told and "choose another" not in told
+        assert folder.config.read_text() == before
+
+
+def test_a_config_that_is_the_same_is_not_written_again(config: ConfigDict) -> None:
+    file = begin(config).config
+    before = file.stat()
+    assert open_run(config).config.stat().st_ino == before.st_ino
+    config.steps += 1
+    assert open_run(config).config.stat().st_ino != before.st_ino
 
 
 def test_a_start_that_failed_early_does_not_hold_the_folder(config: ConfigDict) -> None:

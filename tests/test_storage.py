@@ -35,7 +35,7 @@ def test_an_error_of_the_system_is_one_line_with_path_sizes_and_remedy(tmp_path:
         raise OSError(number, os.strerror(number))
     told = str(caught.value)
     assert told.startswith(f"{tmp_path}/not there yet/file cannot be written ({os.strerror(number)}): 8.2 kB needed, ")
-    assert " free there; " in told and remedy in told and "it goes on from the last checkpoint" in told
+    assert " free there; " in told and remedy in told and "goes on from the last checkpoint, or starts over where there is none" in told
     assert "\n" not in told
 
 
@@ -106,6 +106,11 @@ def test_a_file_in_the_folders_place_is(tmp_path: Path) -> None:
 
 def test_a_name_that_is_too_long_is(tmp_path: Path) -> None:
     assert storage.unwritable(tmp_path / ("a" * 300)) == storage.unwritable(tmp_path / ("a" * 300) / "deep") == "File name too long"
+
+
+def test_a_name_with_a_nul_character_is() -> None:
+    for name in ("a\0b", "a\0b/deep", "/tmp/a\0"):
+        assert "null character" in storage.unwritable(Path(name))
 
 
 def test_a_folder_that_can_only_be_read_is(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxprorl import storage
 from jaxprorl.ablations.analysis import CORRECTIONS, first_level, minimum_detectable
 from jaxprorl.config import MAX_NAME_CHARS, differences, load, to_json, validate
 from jaxprorl.errors import ConfigError
@@ -133,6 +134,7 @@ def write_plan(path: Path, plan: Plan, begun: bool, why: str = "") -> list[dict[
 
     Raises:
         ConfigError: names the fields that differ.
+        StorageError: the plan cannot be written.
     """
     changes: list[dict[str, Any]] = []
     new = dataclasses.asdict(plan)
@@ -149,8 +151,10 @@ def write_plan(path: Path, plan: Plan, begun: bool, why: str = "") -> list[dict[
                 )
             changes.append({"why": why, "fields": changed, "digest": stored["digest"]})
     content = {"plan": new, "digest": plan.digest, "changes": changes}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(content, indent=2) + "\n")
+    text = json.dumps(content, indent=2) + "\n"
+    with storage.writing(path, len(text), "then give the same command again"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
     return changes
 
 

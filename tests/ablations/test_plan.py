@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import tiny_ablation
+from places import small_disk
 
 from jaxprorl.ablations.analysis import minimum_detectable
 from jaxprorl.ablations.plan import make_plan, without, write_plan
-from jaxprorl.errors import ConfigError
+from jaxprorl.errors import ConfigError, StorageError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -144,6 +145,13 @@ def test_a_plan_may_change_before_the_first_run_and_after_it_only_with_a_reason(
     assert change["why"] == "more seeds" and change["digest"] == first.digest
     assert any(field.startswith("seeds was") for field in change["fields"])
     assert write_plan(path, second, begun=True) == [change], "it is remembered"
+
+
+def test_a_plan_that_a_full_disk_cannot_hold_is_one_line_with_what_is_free(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 1) as disk:
+        (disk / "filler").write_bytes(bytes(2**20 - 4096))  # what is left takes the folder's own page, and no more
+        with pytest.raises(StorageError, match=r"plan\.json cannot be written \(No space left on device\): .* needed, .* free there; make"):
+            write_plan(disk / "plan.json", make_plan(settings()), begun=False)
 
 
 def test_without_leaves_out_fields_and_groups() -> None:

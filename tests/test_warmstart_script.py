@@ -19,7 +19,7 @@ def test_it_makes_the_model_that_a_run_with_the_same_config_looks_for(
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     made: list[Any] = []
-    monkeypatch.setattr("jaxprorl.start.base_model", lambda config, *_: (made.append(config), (tmp_path, False))[1])
+    monkeypatch.setattr("jaxprorl.model_cache.base_model", lambda config, *_: (made.append(config), (tmp_path, False))[1])
     monkeypatch.setattr("jaxprorl.sizes.usable_cores", lambda: 2)
     places = [f"--config.runs_dir={tmp_path / 'runs'}", f"--config.cache_dir={tmp_path / 'cache'}", "--config.monitoring.progress=False"]
     assert script.main([f"--config={tiny_run.__file__}", "--config.mesh.cpu_devices=0", *places]) == 0

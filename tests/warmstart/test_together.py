@@ -83,22 +83,29 @@ def test_runs_started_together_with_one_empty_cache_and_one_runs_dir_all_end_wel
 @pytest.mark.timeout(1200)
 def test_who_waits_for_a_killed_process_makes_the_base_model(home: Path, alone: Path) -> None:
     """Of four the one that makes it is killed, and the one that takes over too; the last two end with the right bytes."""
-    commands = [tiny_run.Command(home, program=WARM_START) for _ in range(4)]
-    living, killed = {command.process.pid: command for command in commands}, []
+    commands, said = [], {}
+    for i in range(4):
+        with (home / f"output_{i}").open("w") as output:  # a file, to be read while the process runs
+            commands.append(tiny_run.Command(home, program=WARM_START, terminal=output.fileno()))
+        said[commands[-1].process.pid] = home / f"output_{i}"
+    living = {command.process.pid: command for command in commands}
+
+    def all_wait_for(pid: int | None) -> bool:
+        return all(f"process {pid} on " in said[each].read_text() for each in living if each != pid)
+
     for moment in ("*.writing/tokenizer.json", "*.writing/chat_template.jinja"):
-        wait_until(lambda moment=moment: holder(home) in living and any((home / ".cache/warmstart").glob(moment)), commands)
+        wait_until(lambda: holder(home) in living and all_wait_for(holder(home)), commands)
+        wait_until(lambda moment=moment: any((home / ".cache/warmstart").glob(moment)), commands)
         pid = holder(home)
         assert pid
-        living[pid].process.kill()
-        killed.append((pid, living.pop(pid)))
-        ended = killed[-1][1].wait()
-        assert ended.status == KILLED
-        assert not killed[-1][1].left_behind()
+        killed = living.pop(pid)
+        killed.process.kill()
+        assert killed.wait().status == KILLED
+        assert not killed.left_behind()
         wait_until(lambda pid=pid: holder(home) not in (None, pid), commands)
-    said = [command.wait(600) for command in living.values()]
-    assert [each.status for each in said] == [0, 0], [each.stderr for each in said]
-    assert all(f"process {killed[1][0]} on " in each.stdout for each in said)
-    assert sorted(each.stdout.splitlines()[-1].endswith(" (from the cache)") for each in said) == [False, True]
+    assert [command.wait(600).status for command in living.values()] == [0, 0], [said[each].read_text() for each in living]
+    last_lines = [said[each].read_text().splitlines()[-1] for each in living]
+    assert sorted(line.endswith(" (from the cache)") for line in last_lines) == [False, True]
     assert_one_whole_model(home, alone)
 
 

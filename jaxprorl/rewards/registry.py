@@ -48,6 +48,7 @@ def reward_spec(reward: Any, folder: Path) -> str:
 
     Raises:
         RewardError: it is none of these, a weight is no finite number, or a function cannot be stored.
+        ConfigError: the folder cannot be written.
     """
     return render(_parts(reward, folder))
 

@@ -6,7 +6,6 @@ whose bytecode they are. Modules that the function uses are not in the file: the
 
 import hashlib
 import io
-import os
 import pickle
 import re
 import sys
@@ -19,16 +18,19 @@ from typing import Any
 import cloudpickle
 from cloudpickle import cloudpickle as internals
 
-from jaxprorl.errors import RewardError
+from jaxprorl.errors import ConfigError, RewardError
+from jaxprorl.files import write_atomically
 
 _TAG = str(sys.implementation.cache_tag)  # e.g. cpython-313
+_NAME_LETTERS = 40  # of the function's name in a file's: file systems allow 255 bytes in all
 
 
 def store(reward: Callable[..., Any], folder: Path) -> Path:
-    """Writes a callable into `folder`, unless it is there already, and returns its file.
+    """Writes a callable into `folder`, unless it is there already and whole, and returns its file.
 
     Raises:
         RewardError: it holds something that cannot be stored.
+        ConfigError: the folder cannot be written.
     """
     name = re.sub(r"\W+", "_", getattr(reward, "__name__", type(reward).__name__)).strip("_") or "reward"
     try:
@@ -38,12 +40,13 @@ def store(reward: Callable[..., Any], folder: Path) -> Path:
             f"reward {name}: it cannot be stored for the grader processes ({type(error).__name__}: {error}); put the function into a "
             "module of its own, or let it make what it needs when it is called"
         ) from error
-    path = folder / f"{name}-{_digest(content)}.{_TAG}.pkl"
-    if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_bytes(content)
-        temporary.replace(path)
+    path = folder / f"{name[:_NAME_LETTERS]}-{_digest(content)}.{_TAG}.pkl"
+    try:
+        if not path.is_file() or path.read_bytes() != content:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, content)
+    except OSError as error:
+        raise ConfigError(f"reward {name} cannot be written to {path} ({error}); set cache_dir to a folder that can") from error
     return path
 
 

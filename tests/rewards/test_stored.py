@@ -1,14 +1,18 @@
+import errno
 import functools
 import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import sample_rewards
 from factories import make_prompt
 
+from jaxprorl.errors import ConfigError
 from jaxprorl.rewards import stored
 from jaxprorl.rewards.pool import GraderPool
 from jaxprorl.rewards.registry import RewardError, load_parts, reward_spec, reward_version
@@ -149,6 +153,51 @@ def test_the_same_script_gives_the_same_text_in_every_process(tmp_path: Path) ->
     rule, half, *with_sets = load_parts(specs.pop())
     assert [(each.function("sure", None), each.function("no", None)) for each in with_sets] == [(1, 0)] * 4
     assert (rule.function("a", None), rule.function("right", None), rule.function("b", None), half.function("", None)) == (1, 1, 0, 0.5)
+
+
+def test_threads_that_store_the_same_functions_leave_whole_files_and_nothing_else(tmp_path: Path) -> None:
+    rewards = [local(float(weight)) for weight in range(5)]
+    with ThreadPoolExecutor(8) as threads:
+        specs = list(threads.map(lambda _: reward_spec(rewards, tmp_path), range(8)))
+    assert len(set(specs)) == 1
+    assert [part.function("ab", None) for part in load_parts(specs[0])] == [0, 2, 4, 6, 8]
+    assert len(os.listdir(tmp_path)) == 5
+
+
+def test_a_torn_file_is_written_again_and_a_whole_one_is_not(tmp_path: Path) -> None:
+    reward = local(0.5)
+    path = stored.store(reward, tmp_path)
+    content, written_ns = path.read_bytes(), path.stat().st_mtime_ns
+    stored.store(reward, tmp_path)
+    assert path.stat().st_mtime_ns == written_ns
+    path.write_bytes(content[:20])
+    with pytest.raises(RewardError, match="call train again with the function itself"):
+        stored.load(path, "torn")
+    assert stored.store(reward, tmp_path) == path
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("place", ["a_file", "/proc/nope", "n" * 300, "read_only"])
+def test_a_place_that_cannot_be_written_is_one_line_that_names_the_field(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_file").write_text("")
+    if place == "read_only":  # as root sees it too
+        monkeypatch.setattr(os, "open", Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
+    with pytest.raises(ConfigError, match=r"^reward lambda cannot be written to ") as raised:
+        reward_spec(local(0.5), tmp_path / place / "rewards")
+    assert str(raised.value).endswith("; set cache_dir to a folder that can")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_function_with_a_long_name_is_stored_under_the_beginning_of_it(tmp_path: Path) -> None:
+    def reward(text: str, prompt: Prompt) -> float:
+        return 0.5
+
+    reward.__name__ = "größe" * 60
+    path = stored.store(reward, tmp_path)
+    assert path.name.startswith("größe" * 8 + "-")
+    assert stored.load(path, "long")("", None) == 0.5
 
 
 def test_a_file_that_is_missing_changed_or_of_another_python_is_said(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jaxprorl.data.jsonl import MAX_DEPTH
 from jaxprorl.errors import ConfigError, DataError, UserError
 from jaxprorl.files import write_atomically
 
@@ -55,20 +56,27 @@ def _line(row: Any, place: str) -> str:
     if not isinstance(row, Mapping):
         frame = "; of a data frame, give frame.to_dict('records')" if isinstance(row, str) else ""
         raise DataError(f'{place} is a {type(row).__name__}, not a dict such as {{"prompt": "6 * 7 =", "answer": "42"}}{frame}')
-    _require_json(dict(row), place)
+    _require_json(dict(row), (place,))
     return json.dumps(dict(row)) + "\n"
 
 
-def _require_json(value: Any, place: str) -> None:
-    """Refuses what would come back from JSON as something else, or not at all."""
+def _require_json(value: Any, path: tuple[str, ...]) -> None:
+    """Refuses what would come back from JSON as something else, or not at all.
+
+    Args:
+        path: of the value: the question, its field, and what leads on from there.
+    """
+    place = "".join(path)
+    if isinstance(value, dict | list) and len(path) > MAX_DEPTH:  # a cycle too
+        raise DataError(f"{''.join(path[:2])}: more than {MAX_DEPTH} lists and dicts in one another")
     if isinstance(value, dict):
         for name, inner in value.items():
             if not isinstance(name, str):
                 raise DataError(f"{place} has the key {name!r}: names of fields are text")
-            _require_json(inner, f"{place}.{name}" if name.isidentifier() else f"{place}[{name!r}]")
+            _require_json(inner, (*path, f".{name}" if name.isidentifier() else f"[{name!r}]"))
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            _require_json(inner, f"{place}[{index}]")
+            _require_json(inner, (*path, f"[{index}]"))
     elif isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"{place} = {value!r}: JSON has no such number; write it as text, or leave the field out")
     elif not (value is None or isinstance(value, str | int | float)):

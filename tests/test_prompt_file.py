@@ -2,6 +2,7 @@ import json
 import os
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,52 @@ def test_what_json_would_change_or_cannot_hold_is_refused_by_index_and_field(val
     with pytest.raises(DataError, match=f"^{re.escape(told)}"):
         write_prompts([ROW, ROW | {"level": value}], tmp_path)
     assert not os.listdir(tmp_path)
+
+
+def nested(depth: int, make: Callable[[Any], Any]) -> Any:
+    """A value in so many lists or dicts."""
+    value: Any = "x"
+    for _ in range(depth):
+        value = make(value)
+    return value
+
+
+def circle() -> dict[str, Any]:
+    value: dict[str, Any] = {"a": [1]}
+    value["a"].append(value)
+    return value
+
+
+def circle_of_lists() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        circle(),
+        circle_of_lists(),
+        nested(100, lambda value: [value]),
+        nested(100, lambda value: {"a.b": value}),
+        nested(20_000, lambda value: [value]),
+    ],
+    ids=["a circle", "a circle of lists", "lists", "dicts", "very deep"],
+)
+def test_what_is_too_deep_or_goes_in_a_circle_is_refused_as_in_a_file(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^prompts\[1\]\.level: more than 100 lists and dicts in one another$"):
+        write_prompts([ROW, ROW | {"level": value}], tmp_path)
+    assert not os.listdir(tmp_path)
+
+
+def test_what_a_file_may_hold_at_the_deepest_is_taken(tmp_path: Path) -> None:
+    deepest = nested(99, lambda value: [value])
+    (line,) = jsonl.read(write_prompts([ROW | {"level": deepest}], tmp_path))
+    assert line.item.item == {"level": deepest}
+    (tmp_path / "deeper.jsonl").write_text(json.dumps(ROW | {"level": [deepest]}))
+    with pytest.raises(DataError, match="line 1: level: more than 100 lists and objects in one another"):
+        jsonl.read(tmp_path / "deeper.jsonl")
 
 
 @pytest.mark.parametrize(
